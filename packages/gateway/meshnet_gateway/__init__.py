@@ -1,0 +1,1 @@
+"""The gateway: text in, text out; it drives generations across the nodes."""

@@ -1,0 +1,1 @@
+"""A node: it holds shards of models and runs frames through them."""

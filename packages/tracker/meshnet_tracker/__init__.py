@@ -1,0 +1,1 @@
+"""The tracker: who serves what, and which route a generation takes."""
