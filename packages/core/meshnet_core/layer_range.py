@@ -38,7 +38,9 @@ class LayerRange:
         first = int(match[1])
         last = int(match[2]) if match[2] is not None else first
         if last < first:
-            raise InvalidInputError(f"layers {text!r} run backwards; write the lower layer first, such as {last}-{first}")
+            raise InvalidInputError(
+                f"layers {text!r} run backwards; write the lower layer first, such as {last}-{first}"
+            )
         return cls(first, last + 1)
 
     def __str__(self) -> str:

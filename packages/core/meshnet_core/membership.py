@@ -1,0 +1,172 @@
+"""What nodes tell about themselves and what a tracker knows at one moment: plain, frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshnet_core.dtypes import dtype_bytes
+from meshnet_core.errors import InvalidInputError
+from meshnet_core.frames import PROTOCOL_MAX, PROTOCOL_MIN
+from meshnet_core.ids import check_id
+from meshnet_core.layer_range import LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """One loaded shard, as its node announces it.
+
+    Attributes:
+        model: name under which the model is served.
+        fingerprint: of its contents; shards with different ones never share a route.
+        layers: what the shard holds.
+        num_layers, hidden_size, max_positions: of the whole model.
+        dtype: what it computes in.
+        weight_bytes: bytes of weights held.
+        decode_ms, prefill_ms: running means of measured milliseconds per layer for one decoded position, and per
+            layer and position of prefill; None until measured.
+    """
+
+    model: str
+    fingerprint: str
+    layers: LayerRange
+    num_layers: int
+    hidden_size: int
+    max_positions: int
+    dtype: str
+    weight_bytes: int = 0
+    decode_ms: float | None = None
+    prefill_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        dtype_bytes(self.dtype)
+        if self.layers.stop > self.num_layers:
+            raise InvalidInputError(f"layers {self.layers} reach beyond the model's {self.num_layers} layers")
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "start": self.layers.start,
+            "stop": self.layers.stop,
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "max_positions": self.max_positions,
+            "dtype": self.dtype,
+            "weight_bytes": self.weight_bytes,
+            "decode_ms": self.decode_ms,
+            "prefill_ms": self.prefill_ms,
+        }
+
+    @classmethod
+    def from_wire(cls, document: dict[str, Any]) -> ShardInfo:
+        return cls(
+            model=str(document["model"]),
+            fingerprint=str(document["fingerprint"]),
+            layers=LayerRange(int(document["start"]), int(document["stop"])),
+            num_layers=int(document["num_layers"]),
+            hidden_size=int(document["hidden_size"]),
+            max_positions=int(document["max_positions"]),
+            dtype=str(document["dtype"]),
+            weight_bytes=int(document["weight_bytes"]),
+            decode_ms=_optional_float(document.get("decode_ms")),
+            prefill_ms=_optional_float(document.get("prefill_ms")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """One node, as it announces itself with every heartbeat.
+
+    Attributes:
+        node_id: chosen by the node, the same over restarts.
+        url: where others dial it.
+        boot: boot id of this start.
+        version: meshnet version; versions of torch and transformers follow it, for people to read.
+        device: ``cpu``, ``cuda`` or ``mps``.
+        shards: what it has loaded.
+        sessions, state_bytes, queued: load at the time of the heartbeat.
+        draining: takes no new sessions.
+        protocol_min, protocol_max: wire protocols it speaks.
+    """
+
+    node_id: str
+    url: str
+    boot: str
+    version: str
+    device: str
+    shards: tuple[ShardInfo, ...]
+    sessions: int = 0
+    state_bytes: int = 0
+    queued: int = 0
+    draining: bool = False
+    protocol_min: int = PROTOCOL_MIN
+    protocol_max: int = PROTOCOL_MAX
+
+    def __post_init__(self) -> None:
+        check_id(self.node_id, "node id")
+        if not self.url.startswith(("http://", "https://")):
+            raise InvalidInputError(f"a node's url begins with http:// or https://, not {self.url!r}")
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "node_id": self.node_id,
+            "url": self.url,
+            "boot": self.boot,
+            "version": self.version,
+            "device": self.device,
+            "shards": [shard.to_wire() for shard in self.shards],
+            "sessions": self.sessions,
+            "state_bytes": self.state_bytes,
+            "queued": self.queued,
+            "draining": self.draining,
+            "protocol_min": self.protocol_min,
+            "protocol_max": self.protocol_max,
+        }
+
+    @classmethod
+    def from_wire(cls, document: object) -> NodeInfo:
+        """Read :meth:`to_wire`'s form; unknown fields of a newer peer are passed over.
+
+        Raises:
+            InvalidInputError: on a missing or ill-typed field.
+        """
+        if not isinstance(document, dict):
+            raise InvalidInputError(f"a node's announcement is a JSON object, not {type(document).__name__}")
+        try:
+            return cls(
+                node_id=document["node_id"],
+                url=str(document["url"]),
+                boot=str(document["boot"]),
+                version=str(document["version"]),
+                device=str(document["device"]),
+                shards=tuple(ShardInfo.from_wire(shard) for shard in document["shards"]),
+                sessions=int(document["sessions"]),
+                state_bytes=int(document["state_bytes"]),
+                queued=int(document["queued"]),
+                draining=bool(document["draining"]),
+                protocol_min=int(document["protocol_min"]),
+                protocol_max=int(document["protocol_max"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidInputError(f"not a node's announcement: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All live nodes at one moment, in the order of their ids."""
+
+    nodes: tuple[NodeInfo, ...]
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"nodes": [node.to_wire() for node in self.nodes]}
+
+    @classmethod
+    def from_wire(cls, document: object) -> Snapshot:
+        if not isinstance(document, dict) or not isinstance(document.get("nodes"), list):
+            raise InvalidInputError("a snapshot is a JSON object with a list of nodes")
+        return cls(tuple(NodeInfo.from_wire(node) for node in document["nodes"]))
+
+
+def _optional_float(value: object) -> float | None:
+    return None if value is None else float(str(value))

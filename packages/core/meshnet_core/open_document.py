@@ -1,0 +1,171 @@
+"""What a hop is told once, when a session opens, so that frames can be little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshnet_core.dtypes import dtype_bytes
+from meshnet_core.errors import InvalidInputError
+from meshnet_core.ids import check_id
+from meshnet_core.route import Hop, Route
+from meshnet_core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDocument:
+    """One session's terms for one hop.
+
+    Attributes:
+        session, epoch: which generation, which re-prefill of it.
+        hop_index: which hop of ``route`` is addressed.
+        route: the whole route; each hop forwards to the next.
+        wire_dtype: dtype of the hidden states between hops.
+        hidden_size: width of the hidden states.
+        cache: False opens the stateless path: no room is taken, every frame is a whole sequence.
+        sampling: how the tail chooses tokens.
+        prompt_length: positions of prompt, of all that is prefilled in epoch 0.
+        expected_length: positions the session may come to hold, prompt included.
+        step_deadline_ms: time for one step, all hops together.
+        history: prompt and answer token ids so far; given to the tail alone, since only it samples.
+    """
+
+    session: str
+    epoch: int
+    hop_index: int
+    route: Route
+    wire_dtype: str
+    hidden_size: int
+    cache: bool
+    sampling: SamplingParams
+    prompt_length: int
+    expected_length: int
+    step_deadline_ms: int
+    history: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_id(self.session, "session")
+        dtype_bytes(self.wire_dtype)
+        if not 0 <= self.hop_index < len(self.route.hops):
+            raise InvalidInputError(f"hop index {self.hop_index} lies outside a route of {len(self.route.hops)} hops")
+        if self.epoch < 0 or self.prompt_length < 1 or self.hidden_size < 1 or self.step_deadline_ms < 1:
+            raise InvalidInputError("epoch must be >= 0; prompt_length, hidden_size and step_deadline_ms >= 1")
+        if self.expected_length < self.prompt_length:
+            raise InvalidInputError(
+                f"expected_length {self.expected_length} is below prompt_length {self.prompt_length}"
+            )
+
+    @property
+    def hop(self) -> Hop:
+        return self.route.hops[self.hop_index]
+
+    @property
+    def next_hop(self) -> Hop | None:
+        """The hop that frames are forwarded to; None at the tail."""
+        after = self.hop_index + 1
+        return self.route.hops[after] if after < len(self.route.hops) else None
+
+    def for_hop(self, hop_index: int) -> OpenDocument:
+        """The same terms as another hop is to be told them; the token ids go to the tail alone."""
+        is_tail = hop_index == len(self.route.hops) - 1
+        return replace(self, hop_index=hop_index, history=self.history if is_tail else ())
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "session": self.session,
+            "epoch": self.epoch,
+            "hop_index": self.hop_index,
+            "route": self.route.to_wire(),
+            "wire_dtype": self.wire_dtype,
+            "hidden_size": self.hidden_size,
+            "cache": self.cache,
+            "sampling": self.sampling.to_wire(),
+            "prompt_length": self.prompt_length,
+            "expected_length": self.expected_length,
+            "step_deadline_ms": self.step_deadline_ms,
+            "history": list(self.history),
+        }
+
+    @classmethod
+    def from_wire(cls, document: object) -> OpenDocument:
+        """Read :meth:`to_wire`'s form.
+
+        Raises:
+            InvalidInputError: on a missing, ill-typed or unknown field.
+        """
+        if not isinstance(document, dict):
+            raise InvalidInputError(f"an open document is a JSON object, not {type(document).__name__}")
+        unknown = set(document) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise InvalidInputError(f"unknown fields in the open document: {', '.join(sorted(map(str, unknown)))}")
+        try:
+            return cls(
+                session=document["session"],
+                epoch=_whole(document, "epoch"),
+                hop_index=_whole(document, "hop_index"),
+                route=Route.from_wire(document["route"]),
+                wire_dtype=str(document["wire_dtype"]),
+                hidden_size=_whole(document, "hidden_size"),
+                cache=_flag(document, "cache"),
+                sampling=SamplingParams.from_wire(document["sampling"]),
+                prompt_length=_whole(document, "prompt_length"),
+                expected_length=_whole(document, "expected_length"),
+                step_deadline_ms=_whole(document, "step_deadline_ms"),
+                history=tuple(int(token) for token in document["history"]),
+            )
+        except KeyError as error:
+            raise InvalidInputError(f"the open document lacks {error.args[0]!r}") from error
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(f"the open document has a field of the wrong type: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class OpenReply:
+    """A hop's yes: its boot id, the layers it will run and the bytes of state it set aside."""
+
+    boot: str
+    reserved_bytes: int = 0
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"boot": self.boot, "reserved_bytes": self.reserved_bytes}
+
+    @classmethod
+    def from_wire(cls, document: dict[str, Any]) -> OpenReply:
+        return cls(str(document["boot"]), int(document["reserved_bytes"]))
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReply:
+    """What a node says when asked whether it is alive.
+
+    Attributes:
+        boot: its boot id.
+        position: positions it holds of the session asked about; None where it holds none.
+        queued: frames waiting for its forward lanes; more than 0 means busy, not hung.
+    """
+
+    boot: str
+    position: int | None
+    queued: int
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"boot": self.boot, "position": self.position, "queued": self.queued}
+
+    @classmethod
+    def from_wire(cls, document: dict[str, Any]) -> ProbeReply:
+        position = document["position"]
+        return cls(str(document["boot"]), None if position is None else int(position), int(document["queued"]))
+
+
+def _whole(document: dict[str, Any], key: str) -> int:
+    value = document[key]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidInputError(f"{key} must be a whole number, not {value!r}")
+    return value
+
+
+def _flag(document: dict[str, Any], key: str) -> bool:
+    value = document[key]
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{key} must be true or false, not {value!r}")
+    return value

@@ -1,0 +1,100 @@
+"""A route: an ordered list of hops whose layers cover the model exactly once. How one is chosen is `planning`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshnet_core.dtypes import dtype_bytes
+from meshnet_core.errors import InvalidInputError
+from meshnet_core.layer_range import LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One node's part of a route.
+
+    Attributes:
+        node_id: the node.
+        url: where it is dialled, such as ``http://10.0.0.7:7410``.
+        layers: from the effective start to the end of the node's shard.
+        dtype: what the shard computes in.
+        version: the node's meshnet version.
+    """
+
+    node_id: str
+    url: str
+    layers: LayerRange
+    dtype: str = "float32"
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        dtype_bytes(self.dtype)
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "node_id": self.node_id,
+            "url": self.url,
+            "start": self.layers.start,
+            "stop": self.layers.stop,
+            "dtype": self.dtype,
+            "version": self.version,
+        }
+
+    @classmethod
+    def from_wire(cls, document: dict[str, Any]) -> Hop:
+        return cls(
+            node_id=str(document["node_id"]),
+            url=str(document["url"]),
+            layers=LayerRange(int(document["start"]), int(document["stop"])),
+            dtype=str(document["dtype"]),
+            version=str(document.get("version", "")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Hops in order, validated to cover layers ``0`` to ``num_layers`` exactly once.
+
+    Raises:
+        InvalidInputError: on a gap, an overlap, or ends that are not the model's.
+    """
+
+    model: str
+    fingerprint: str
+    num_layers: int
+    hops: tuple[Hop, ...]
+
+    def __post_init__(self) -> None:
+        at = 0
+        for index, hop in enumerate(self.hops):
+            if hop.layers.start != at:
+                raise InvalidInputError(f"hop {index} starts at layer {hop.layers.start}, but layer {at} is next")
+            at = hop.layers.stop
+        if at != self.num_layers:
+            raise InvalidInputError(f"the hops end at layer {at} of {self.num_layers}")
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "num_layers": self.num_layers,
+            "hops": [hop.to_wire() for hop in self.hops],
+        }
+
+    @classmethod
+    def from_wire(cls, document: object) -> Route:
+        """Read :meth:`to_wire`'s form; unknown fields of a newer peer are passed over, missing ones are an error."""
+        try:
+            fields = dict(document)  # type: ignore[call-overload]
+            return cls(
+                model=str(fields["model"]),
+                fingerprint=str(fields["fingerprint"]),
+                num_layers=int(fields["num_layers"]),
+                hops=tuple(Hop.from_wire(hop) for hop in fields["hops"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidInputError(f"not a route: {error!r}") from error
+
+    def __str__(self) -> str:
+        return " -> ".join(f"{hop.node_id}[{hop.layers}]" for hop in self.hops)

@@ -1,0 +1,64 @@
+"""How sessions reach hops: the port that the gateway and the nodes are given. HTTP and in-process ones implement it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from meshnet_core.errors import HopUnreachableError
+from meshnet_core.frames import Frame, FrameReply
+from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+
+
+class HopEndpoint(Protocol):
+    """What one node answers; every refusal is a `meshnet_core.errors.MeshnetError`."""
+
+    async def open(self, document: OpenDocument) -> OpenReply: ...
+
+    async def forward(self, frame: Frame) -> FrameReply: ...
+
+    async def release(self, session: str) -> int:
+        """Free the session; idempotent. Returns how many of its entries were held (0 on a repeat)."""
+        ...
+
+    async def probe(self, session: str | None) -> ProbeReply: ...
+
+
+class HopTransport(Protocol):
+    """Reaches the endpoint at a URL.
+
+    Every method raises `HopUnreachableError` where nothing answers, `DeadlineError` where the answer did not come in
+    time, and otherwise what the endpoint raised.
+    """
+
+    async def open(self, url: str, document: OpenDocument) -> OpenReply: ...
+
+    async def forward(self, url: str, frame: Frame) -> FrameReply: ...
+
+    async def release(self, url: str, session: str) -> int: ...
+
+    async def probe(self, url: str, session: str | None) -> ProbeReply: ...
+
+
+class InProcessTransport:
+    """Endpoints in this process, by URL: no sockets, the same frames. Most tests use it."""
+
+    def __init__(self) -> None:
+        self.endpoints: dict[str, HopEndpoint] = {}
+
+    def _endpoint(self, url: str) -> HopEndpoint:
+        try:
+            return self.endpoints[url]
+        except KeyError:
+            raise HopUnreachableError(f"nothing answers at {url}") from None
+
+    async def open(self, url: str, document: OpenDocument) -> OpenReply:
+        return await self._endpoint(url).open(document)
+
+    async def forward(self, url: str, frame: Frame) -> FrameReply:
+        return await self._endpoint(url).forward(frame)
+
+    async def release(self, url: str, session: str) -> int:
+        return await self._endpoint(url).release(session)
+
+    async def probe(self, url: str, session: str | None) -> ProbeReply:
+        return await self._endpoint(url).probe(session)
