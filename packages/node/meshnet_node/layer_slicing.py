@@ -1,0 +1,170 @@
+"""Cutting a transformers model down to a range of its layers, in place or as a view.
+
+*Pruning* takes a model built on the meta device and removes what a shard does not run, keeping the remaining names, so
+that checkpoint names and weight conversions still match. A *view* is a copy of the module tree for one hop's range that
+shares every parameter and has its layers numbered from 0, with a config that describes just those layers:
+
+    model       0 1 2 3 4 5 6 7
+    shard           [2 3 4 5]        pruned: keys "2".."5", absolute numbers, the model's own config
+    view at 4           [0 1]        layers 4 and 5 again, numbered 0 and 1, config of two layers, cache of two layers
+
+Caches and masks are built from the view's config. One that described the shard would look right and be wrong: with an
+effective start inside it, transformers asks the untouched first layer how long the sequence is. This module knows
+nothing of sessions, frames or files.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from meshnet_core.layer_range import LayerRange
+from meshnet_node.family_support import Family
+
+_PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
+_ATTENDING = frozenset({"full_attention", "sliding_attention"})
+_MASK_FREE = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv"})
+"""Layer types that need no mask for a single newest position: it may see all that their cache returns to it."""
+
+
+class ForwardCancelledError(Exception):
+    """A forward was stopped between two layers because its frame was cancelled. The session's state is spoiled."""
+
+
+def prune(model: PreTrainedModel, layers: LayerRange, family: Family) -> None:
+    """Remove from ``model`` (on the meta device) all that a shard of ``layers`` does not run.
+
+    A tail of a model with tied embeddings keeps the embedding matrix, as its output projection.
+    """
+    base: Any = model.base_model
+    total = model.config.num_hidden_layers
+    for index in range(total):
+        if index not in layers:
+            del base.layers._modules[str(index)]
+    is_last = layers.stop == total
+    if not is_last:
+        setattr(base, family.final_norm, nn.Identity())
+        model.lm_head = nn.Identity()
+        model.all_tied_weights_keys = {}
+    if layers.start > 0 and not (is_last and model.all_tied_weights_keys):
+        base.embed_tokens = nn.Identity()
+
+
+class LayerView:
+    """A hop's piece of a shard: layers from an effective start to the shard's end, ready to run.
+
+    Attributes:
+        layers: absolute range.
+        model: the causal model, sharing the shard's parameters; run one forward at a time.
+        config: the model's, describing only ``layers``.
+    """
+
+    def __init__(self, shard: PreTrainedModel, held: LayerRange, start: int, family: Family) -> None:
+        self.layers = held.starting_at(start)
+        self.model = _copy_sharing_parameters(shard)
+        self.config: PreTrainedConfig = self.model.config
+        self._cancelled: Callable[[], bool] | None = None
+        _renumber(self.model, held, self.layers)
+        _slice_config(self.config, self.layers)
+        types = set(getattr(self.config, "layer_types", None) or ())
+        self._no_masks = dict.fromkeys(types) if family.takes_masks and types else None
+        self._attends = not types or not types.isdisjoint(_ATTENDING)
+        self._step_needs_no_mask = types <= _MASK_FREE
+        self._grouped_experts = getattr(self.config, "_experts_implementation", None) == "grouped_mm"
+        base: Any = self.model.base_model
+        for layer in base.layers:
+            layer.register_forward_pre_hook(self._look_at_cancel)
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache of just this view's layers."""
+        return DynamicCache(config=self.config)
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        *,
+        position: int,
+        cache: DynamicCache | None,
+        sample: int,
+        cancelled: Callable[[], bool],
+    ) -> torch.Tensor:
+        """Run the layers over one frame.
+
+        Args:
+            inputs: token ids, int64 ``[1, seq_len]``, or hidden states ``[1, seq_len, hidden]``.
+            position: positions before the first of them.
+            cache: what :meth:`new_cache` gave, filled with exactly ``position`` positions; None for the stateless path.
+            sample: trailing positions to project to logits; 0 for none.
+            cancelled: looked at before each layer.
+
+        Returns:
+            Hidden states ``[1, seq_len, hidden]`` if ``sample`` is 0, else logits ``[1, sample, vocab]``.
+
+        Raises:
+            ForwardCancelledError: some layers of ``cache`` may have advanced.
+        """
+        seq_len = inputs.shape[1]
+        arguments: dict[str, Any] = {
+            "input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs,
+            "position_ids": torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0),
+            "attention_mask": self._masks(seq_len),
+            "cache": cache,
+            "use_cache": cache is not None,
+        }
+        if self._grouped_experts and inputs.device.type != "cpu":
+            # As transformers' generate() does: grouped products are slow for one position on an accelerator.
+            self.config._experts_implementation = "batched_mm" if seq_len == 1 else "grouped_mm"
+        self._cancelled = cancelled
+        try:
+            if sample:
+                logits: torch.Tensor = self.model(**arguments, logits_to_keep=sample).logits
+                return logits
+            hidden: torch.Tensor = self.model.base_model(**arguments).last_hidden_state
+            return hidden
+        finally:
+            self._cancelled = None
+
+    def _masks(self, seq_len: int) -> dict[str, None] | None:
+        """Ready masks where none is needed; None lets the model make its own.
+
+        A single newest position may see all it is given. Layers without attention take no mask in any frame, since
+        frames are never padded, and a model without any attention layer could not make one.
+        """
+        if not self._attends or (seq_len == 1 and self._step_needs_no_mask):
+            return self._no_masks
+        return None
+
+    def _look_at_cancel(self, _module: nn.Module, _arguments: object) -> None:
+        if self._cancelled is not None and self._cancelled():
+            raise ForwardCancelledError(f"forward of layers {self.layers} was cancelled")
+
+
+def _copy_sharing_parameters(model: PreTrainedModel) -> PreTrainedModel:
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    # deepcopy takes what the memo holds instead of copying it; the config is copied once and stays shared by modules
+    return copy.deepcopy(model, shared)
+
+
+def _renumber(model: PreTrainedModel, held: LayerRange, wanted: LayerRange) -> None:
+    base: Any = model.base_model
+    kept = [base.layers._modules[str(index)] for index in range(wanted.start, held.stop)]
+    for local, layer in enumerate(kept):
+        for module in layer.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = local
+    base.layers = nn.ModuleList(kept)
+
+
+def _slice_config(config: PreTrainedConfig, layers: LayerRange) -> None:
+    total = config.num_hidden_layers
+    config.num_hidden_layers = len(layers)
+    for name in _PER_LAYER_LISTS:
+        value = getattr(config, name, None)
+        if isinstance(value, (list, tuple)) and len(value) == total:
+            setattr(config, name, list(value[layers.start : layers.stop]))

@@ -1,0 +1,329 @@
+"""The backend of a node: frames of several sessions in, hidden states or logits out.
+
+:class:`ShardBackend` is what the server needs of one; :class:`TorchModelShard` runs a shard with torch, one frame
+after the other. A list of frames is the unit of work, so that a backend that batches them changes no caller. Knows
+nothing of sessions' names, of the wire, or of sampling.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from meshnet_core.errors import (
+    BadFrameError,
+    CacheMissError,
+    HopFailedError,
+    InvalidInputError,
+    MeshnetError,
+    MissReason,
+)
+from meshnet_core.layer_range import LayerRange
+from meshnet_node.device_choice import DTYPES, dtype_name
+from meshnet_node.family_support import Family
+from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
+from meshnet_node.session_state import SessionState, walk_tensors
+
+__all__ = ["ForwardCancelledError", "ShardBackend", "ShardResult", "ShardWork", "TorchModelShard"]
+
+_TOKEN_BYTES = 4  # int32
+
+
+def never() -> bool:
+    """For frames that nobody can cancel."""
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWork:
+    """One frame for a shard.
+
+    Attributes:
+        start: effective start, an absolute layer index; the frame runs from there to the shard's end.
+        state: what :meth:`ShardBackend.new_state` gave for the same ``start``; None for the stateless path, which
+            keeps nothing and must carry the whole sequence from position 0.
+        position: positions before the first of this frame.
+        seq_len: positions in this frame.
+        payload: raw little-endian. Token ids, int32 ``[seq_len]``, if ``start`` is 0; else hidden states
+            ``[1, seq_len, hidden]`` in ``wire_dtype``.
+        wire_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; hidden states go out in it too.
+        sample: how many trailing positions the last shard projects to logits; other shards ignore it.
+        cancelled: looked at before each layer.
+    """
+
+    start: int
+    state: SessionState | None
+    position: int
+    seq_len: int
+    payload: bytes | bytearray | memoryview
+    wire_dtype: str
+    sample: int = 0
+    cancelled: Callable[[], bool] = never
+
+
+@dataclass(frozen=True, slots=True)
+class ShardResult:
+    """What became of one frame.
+
+    Attributes:
+        hidden: raw little-endian ``[1, seq_len, hidden]`` in the frame's ``wire_dtype``; None from the last shard.
+        logits: float32 ``[sample, vocab]`` on the shard's device, from the last shard if ``sample`` > 0.
+        seconds: wall time of this frame alone.
+    """
+
+    hidden: memoryview | None
+    logits: torch.Tensor | None
+    seconds: float
+
+
+class ShardBackend(Protocol):
+    """What a node's server needs of a loaded shard.
+
+    Attributes:
+        layers: the range held.
+        num_layers: layers of the whole model.
+        hidden_size, vocab_size: of the model.
+        max_positions: positions the model was made for; None where its config does not say.
+        dtype: compute dtype by name; session state of attention layers has it too.
+        device: torch's name for it.
+        model_type: transformers' name of the family.
+        weight_bytes: bytes of weights and buffers held.
+    """
+
+    layers: LayerRange
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    dtype: str
+    device: str
+    model_type: str
+    weight_bytes: int
+
+    def new_state(self, start: int) -> SessionState:
+        """Empty state for layers ``start`` to the shard's end.
+
+        Raises:
+            InvalidInputError: if ``start`` lies outside the shard.
+        """
+        ...
+
+    def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
+        """Run the frames and advance their states; one that fails leaves its neighbours alone.
+
+        Call it from one thread at a time. The answer has one entry for each frame, in order: a result, or the exception
+        (a ``MeshnetError``, or ``ForwardCancelledError``). A frame refused before any layer ran
+        (``BadFrameError``, ``CacheMissError``) leaves its state usable; after any other exception the state is
+        spoiled, since some layers may have advanced, and the caller drops it.
+        """
+        ...
+
+    def state_bytes_per_position(self, start: int) -> int:
+        """Bytes by which a session's state of layers ``start`` to the end grows with each position, without end."""
+        ...
+
+    def state_fixed_bytes(self, start: int) -> int:
+        """Upper bound of the rest: conv and recurrent states, and full sliding windows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerCost:
+    """State of one layer for one session, in bytes: a fixed part, and a part for each position up to ``window``."""
+
+    fixed: int
+    per_position: int
+    window: int | None
+
+
+class TorchModelShard:
+    """A :class:`ShardBackend` over a pruned transformers model. Made by :func:`~meshnet_node.shard_loader.load_shard`.
+
+    Args:
+        model: pruned to ``layers`` and filled, on its device, in its dtype.
+        layers: the range it holds.
+        family: its entry in the registry.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: LayerRange, family: Family) -> None:
+        config = model.config
+        self.layers = layers
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.model_type: str = config.model_type
+        self.attn_implementation: str = config._attn_implementation
+        self._compute_dtype = model.dtype
+        self._device = model.device
+        self.dtype = dtype_name(model.dtype)
+        self.device = str(model.device)
+        self.weight_bytes = _weight_bytes(model)
+        self._model = model
+        self._family = family
+        self._views: dict[int, LayerView] = {}
+        self._views_lock = threading.Lock()
+        self._costs = self._measure_state()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this shard embeds token ids."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this shard norms and projects to logits."""
+        return self.layers.stop == self.num_layers
+
+    def new_state(self, start: int) -> SessionState:
+        """See :class:`ShardBackend`."""
+        view = self._view(start)
+        return SessionState(view.layers, view.new_cache())
+
+    def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
+        """See :class:`ShardBackend`."""
+        results: list[ShardResult | Exception] = []
+        for work in works:
+            try:
+                results.append(self._forward_one(work))
+            except (MeshnetError, ForwardCancelledError) as error:
+                results.append(error)
+            except Exception as error:  # noqa: BLE001 - one frame's failure must not reach its neighbours
+                failure = HopFailedError(f"forward of layers {work.start}-{self.layers.stop - 1} failed: {error!r}")
+                failure.__cause__ = error
+                results.append(failure)
+        return results
+
+    def state_bytes_per_position(self, start: int) -> int:
+        """See :class:`ShardBackend`."""
+        return sum(cost.per_position for cost in self._costs_from(start) if cost.window is None)
+
+    def state_fixed_bytes(self, start: int) -> int:
+        """See :class:`ShardBackend`."""
+        return sum(cost.fixed + cost.per_position * (cost.window or 0) for cost in self._costs_from(start))
+
+    @torch.inference_mode()
+    def _forward_one(self, work: ShardWork) -> ShardResult:
+        began = time.perf_counter()
+        self._check(work)
+        inputs = self._read(work)
+        view = self._view(work.start)
+        sample = work.sample if self.is_last else 0
+        try:
+            output = view.forward(
+                inputs,
+                position=work.position,
+                cache=None if work.state is None else work.state.cache,
+                sample=sample,
+                cancelled=work.cancelled,
+            )
+            if work.state is not None:
+                work.state.advance(work.seq_len)
+            hidden = None if self.is_last else _to_wire(output, DTYPES[work.wire_dtype])
+        except BaseException:
+            if work.state is not None:
+                work.state.spoil()
+            raise
+        logits = output[0].float() if sample else None
+        return ShardResult(hidden=hidden, logits=logits, seconds=time.perf_counter() - began)
+
+    def _check(self, work: ShardWork) -> None:
+        """Refuse, before any layer runs, what does not fit the shard or the state."""
+        if work.start not in self.layers:
+            raise BadFrameError(f"effective start {work.start} lies outside this shard's layers {self.layers}")
+        if work.wire_dtype not in DTYPES:
+            raise BadFrameError(f"wire dtype {work.wire_dtype!r} is unknown; it is one of {', '.join(DTYPES)}")
+        if work.seq_len < 1 or work.position < 0 or not 0 <= work.sample <= work.seq_len:
+            raise BadFrameError(
+                f"seq_len {work.seq_len}, position {work.position}, sample {work.sample} make no frame: "
+                "seq_len is at least 1, position at least 0, sample at most seq_len"
+            )
+        state = work.state
+        if state is None:
+            if work.position != 0:
+                raise BadFrameError(f"a frame without state starts at position 0, not at {work.position}")
+        elif state.spoiled:
+            raise CacheMissError("an earlier forward of this state did not finish", reason=MissReason.FAILED)
+        elif state.layers != self.layers.starting_at(work.start):
+            raise CacheMissError(
+                f"the state is of layers {state.layers}, the frame runs {self.layers.starting_at(work.start)}",
+                reason=MissReason.RANGE_MISMATCH,
+                position=state.position,
+            )
+        elif state.position != work.position:
+            raise CacheMissError(
+                f"the state stands at position {state.position}, the frame starts at {work.position}",
+                reason=MissReason.POSITION_MISMATCH,
+                position=state.position,
+            )
+
+    def _read(self, work: ShardWork) -> torch.Tensor:
+        """The payload as a tensor on the device: int64 ids ``[1, seq_len]``, or hidden states in the compute dtype."""
+        dtype = torch.int32 if work.start == 0 else DTYPES[work.wire_dtype]
+        expected = work.seq_len * (_TOKEN_BYTES if work.start == 0 else self.hidden_size * dtype.itemsize)
+        given = memoryview(work.payload).nbytes
+        if given != expected:
+            what = "int32 token ids" if work.start == 0 else f"{work.wire_dtype} hidden states of {self.hidden_size}"
+            raise BadFrameError(f"payload has {given} bytes; {work.seq_len} positions of {what} take {expected}")
+        flat = torch.frombuffer(bytearray(work.payload), dtype=dtype)
+        if work.start > 0:
+            return flat.view(1, work.seq_len, self.hidden_size).to(device=self._device, dtype=self._compute_dtype)
+        low, high = (int(bound) for bound in flat.aminmax())
+        if low < 0 or high >= self.vocab_size:
+            raise BadFrameError(f"token id {low if low < 0 else high} is outside the vocabulary of {self.vocab_size}")
+        return flat.view(1, work.seq_len).to(device=self._device, dtype=torch.int64)
+
+    def _view(self, start: int) -> LayerView:
+        with self._views_lock:
+            if start not in self._views:
+                if start not in self.layers:
+                    raise InvalidInputError(f"effective start {start} lies outside this shard's layers {self.layers}")
+                self._views[start] = LayerView(self._model, self.layers, start, self._family)
+            return self._views[start]
+
+    @torch.inference_mode()
+    def _measure_state(self) -> list[_LayerCost]:
+        """Run two single positions and look at what the cache object then holds, layer by layer.
+
+        Measured rather than computed, so that it is right for whatever a family's cache holds; it warms the shard up.
+        """
+        view = self._view(self.layers.start)
+        cache = view.new_cache()
+        if self.is_first:
+            inputs = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        else:
+            inputs = torch.ones(1, 1, self.hidden_size, dtype=self._compute_dtype, device=self._device)
+        held = []
+        for position in range(2):
+            view.forward(inputs, position=position, cache=cache, sample=0, cancelled=never)
+            held.append([sum(t.nbytes for t in walk_tensors(layer)) for layer in cache.layers])
+        costs = []
+        for layer, first, second in zip(cache.layers, *held, strict=True):
+            window = layer.sliding_window if getattr(layer, "is_sliding", False) else None
+            costs.append(_LayerCost(fixed=2 * first - second, per_position=second - first, window=window))
+        return costs
+
+    def _costs_from(self, start: int) -> list[_LayerCost]:
+        return self._costs[self.layers.starting_at(start).start - self.layers.start :]
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    storages = {}
+    for tensor in walk_tensors([list(model.parameters()), list(model.buffers())]):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _to_wire(hidden: torch.Tensor, dtype: torch.dtype) -> memoryview:
+    """Hidden states as raw little-endian bytes; keeps the tensor alive instead of copying it once more."""
+    sent = hidden.to(dtype)
+    if dtype is torch.float16 and hidden.dtype is not torch.float16 and not bool(torch.isfinite(sent).all()):
+        raise HopFailedError("hidden states overflow float16 on the wire; open the session with bfloat16 or float32")
+    return memoryview(sent.cpu().contiguous().view(torch.uint8).numpy()).cast("B")

@@ -1,0 +1,203 @@
+"""Loading a shard: of a whole model's checkpoint, only the tensors of a range of layers.
+
+The model is built on the meta device (no memory), pruned to the range, and filled one layer at a time through
+transformers' own conversion machinery, so fused experts and renamed weights come out as ``from_pretrained`` would make
+them. Peak memory is what the range holds plus the conversion of one layer; bytes read are those of the range's tensors.
+Code from a checkpoint is never run. Knows nothing of sessions or frames; formats other than safetensors are converted
+before they get here.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import ContextManagers
+from transformers.utils import logging as transformers_logging
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from meshnet_core.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
+from meshnet_core.layer_range import LayerRange
+from meshnet_node.checkpoint_reader import CheckpointReader, LazyTensor, StoredTensor
+from meshnet_node.device_choice import choose_device, choose_dtype
+from meshnet_node.family_support import family_of, text_config_of
+from meshnet_node.layer_slicing import prune
+from meshnet_node.model_backend import TorchModelShard
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read, bytes to read), from any thread, one call at a time."""
+
+_LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The text config of a model folder; reads ``config.json`` only.
+
+    Raises:
+        ModelNotFoundError: if there is none.
+        UnsupportedModelError: by name and reason, if the family or one of its options cannot be served in pieces.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(f"{folder} holds no config.json; give a Hugging Face model folder")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModelError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
+    config = text_config_of(config)
+    family_of(config)
+    return config
+
+
+def load_shard(
+    folder: Path,
+    layers: LayerRange,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> TorchModelShard:
+    """Read and hold ``layers`` of the model in ``folder``, and what goes with them.
+
+    The first layer brings the embedding, the last one the final norm and the output projection (the embedding matrix
+    where they are tied); no other tensor is read.
+
+    Args:
+        folder: ``config.json`` and one or more ``*.safetensors``; files without any tensor of ``layers`` may be absent.
+        dtype, device: see :mod:`meshnet_node.device_choice`.
+
+    Raises:
+        ModelNotFoundError: if the folder or a tensor that the range needs is not there.
+        UnsupportedModelError: by name and reason.
+        InvalidInputError: a range past the model's end, an unknown dtype or device, a broken file.
+    """
+    config = read_config(folder)
+    if layers.stop > config.num_hidden_layers:
+        raise InvalidInputError(
+            f"layers {layers} reach past this model's last layer, {config.num_hidden_layers - 1}; "
+            f"its layers are 0-{config.num_hidden_layers - 1}"
+        )
+    family = family_of(config)
+    checkpoint = CheckpointReader(folder)
+    on = choose_device(device)
+    model = _empty_model(config, choose_dtype(dtype, on, checkpoint.float_dtype()))
+    prune(model, layers, family)
+    _fill(model, checkpoint, on, layers, progress or (lambda done, total: None))
+    if layers.start > 0:
+        base: Any = model.base_model
+        base.embed_tokens = nn.Identity()  # a tied tail's matrix lives on in its output projection
+    model.eval().requires_grad_(requires_grad=False)
+    return TorchModelShard(model, layers, family)
+
+
+def _empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole causal model on the meta device."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # By family and not by device, so that all nodes of a route round alike.
+    config._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
+    config.dtype = dtype
+    with ContextManagers(model_class.get_init_context(dtype, False, False, None)):
+        model: PreTrainedModel = model_class(config)
+    return model
+
+
+def _fill(
+    model: PreTrainedModel, checkpoint: CheckpointReader, device: torch.device, layers: LayerRange, progress: Progress
+) -> None:
+    """Read the tensors that ``model`` still has on the meta device, layer by layer, and make its buffers."""
+    conversions = get_model_conversion_mapping(model)
+    wanted = _wanted(model, checkpoint, conversions)
+    counter = _ByteCounter(sum(stored.nbytes for group in wanted for stored in group), progress)
+    load_config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(checkpoint.folder),
+        device_map={"": device},
+        dtype=model.dtype,
+        dtype_plan=model._get_dtype_plan(model.dtype),
+        weight_mapping=conversions,
+    )
+    info = LoadStateDictInfo(set(model.state_dict()), set(), set(), [], {}, set())
+    with _quiet():
+        # A layer at a time: the machinery reads all it is given ahead of converting it.
+        for group in wanted:
+            lazy = {stored.name: LazyTensor(stored, counter.add) for stored in group}
+            part, _ = convert_and_load_state_dict_in_model(model, lazy, load_config, None)
+            info.missing_keys &= part.missing_keys
+            info.mismatched_keys |= part.mismatched_keys
+            info.conversion_errors |= part.conversion_errors
+    _refuse_incomplete(model, info, checkpoint.folder, layers)
+    model._finalize_model_loading(model, load_config, info)
+
+
+def _wanted(model: PreTrainedModel, checkpoint: CheckpointReader, conversions: list[Any]) -> list[list[StoredTensor]]:
+    """The stored tensors that the pruned model has a place for, one list for each layer and one for the rest."""
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    places = model.state_dict()
+    groups: defaultdict[int, list[StoredTensor]] = defaultdict(list)
+    for name, stored in checkpoint.tensors.items():
+        place, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, places)
+        if place in places:
+            number = _LAYER_NUMBER.search(place)
+            groups[int(number[1]) if number else -1].append(stored)
+    return [groups[number] for number in sorted(groups)]
+
+
+def _refuse_incomplete(model: PreTrainedModel, info: LoadStateDictInfo, folder: Path, layers: LayerRange) -> None:
+    if info.conversion_errors:
+        name, reason = next(iter(info.conversion_errors.items()))
+        raise InvalidInputError(f"{folder}: {name} cannot be made from the tensors stored: {reason.splitlines()[-1]}")
+    if info.mismatched_keys:
+        name, stored, expected = next(iter(info.mismatched_keys))
+        raise InvalidInputError(
+            f"{folder}: {name} is {list(stored)} and config.json says {list(expected)}; they are of different models"
+        )
+    # A tied output projection is never stored; it is there if the matrix it is tied to is.
+    missing = sorted(info.missing_keys - model.all_tied_weights_keys.keys())
+    if missing:
+        raise ModelNotFoundError(
+            f"{folder} lacks {len(missing)} tensors that layers {layers} need, such as {missing[0]}; "
+            "fetch the files that hold them"
+        )
+
+
+class _ByteCounter:
+    """Adds up bytes read by several threads and tells the progress callback, one call at a time."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._total = total
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            self._progress(self._done, self._total)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own progress bars, of which there would be one for each layer."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
