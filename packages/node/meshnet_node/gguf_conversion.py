@@ -1,0 +1,246 @@
+"""A GGUF file as a folder of safetensors: de-quantised once, only the layers that are asked for, tensor by tensor.
+
+The cache folder of one file and target dtype holds ``config.json``, ``embed.safetensors``, ``layer-00000.safetensors``
+... and ``head.safetensors`` (final norm, and the output projection where it is not the embedding), each made when first
+needed, so that overlapping shards and several processes on one machine share them. A file is written under another
+name, synced and renamed: what has its final name is whole, also after a crash, and two processes may convert at once.
+
+Knows how the cache is laid out; which tensor becomes which is :mod:`meshnet_node.gguf_tensor_map`'s knowledge.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from meshnet_core.errors import InvalidInputError, UnsupportedModelError
+from meshnet_node.fingerprint import gguf_fingerprint
+from meshnet_node.gguf_header import read_gguf_header
+from meshnet_node.tensor_index import encode_header, read_header, tensor_bytes
+from meshnet_node.text_files import read_text_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meshnet_core.layer_range import LayerRange
+    from meshnet_node.gguf_tensor_map import TensorPlan
+
+# Part of the cache's path: raise it when the same GGUF would be converted differently.
+CONVERSION_VERSION = 1
+# Our word for a dtype, and the safetensors format's.
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_PARTIAL = ".partial"
+_STALE_S = 24 * 3600  # a partial file this old is a crash's, not another process's
+
+
+class Progress(Protocol):
+    """Called as work goes on: what is being done, units done, units in all (bytes here)."""
+
+    def __call__(self, what: str, done: int, total: int) -> None: ...
+
+
+def default_cache_dir() -> Path:
+    """``$MESHNET_CACHE``, else ``$XDG_CACHE_HOME/meshnet``, else ``~/.cache/meshnet``; an empty variable is unset."""
+    if own := os.environ.get("MESHNET_CACHE"):
+        return Path(own).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "meshnet"
+    return Path.home() / ".cache" / "meshnet"
+
+
+class GgufConversion:
+    """One GGUF file and its place in the cache.
+
+    Attributes:
+        fingerprint: of the file's contents, see :mod:`meshnet_node.fingerprint`.
+        config: the model's config as transformers reads it from the file.
+
+    Raises:
+        InvalidInputError: not a whole GGUF file.
+        UnsupportedModelError: an architecture or a block type that cannot be read rightly, by name.
+    """
+
+    def __init__(self, path: Path, cache_dir: Path) -> None:
+        self.path = path
+        self.header = read_gguf_header(path)
+        self.fingerprint = gguf_fingerprint(path, self.header.data_start)
+        self.folder = cache_dir / "gguf" / f"{self.fingerprint[:32]}-v{CONVERSION_VERSION}"
+        self._text = self.folder / "text"
+        if not (self._text / "config.json").is_file():
+            self._make_text_folder()
+        self.config: dict[str, Any] = json.loads((self._text / "config.json").read_text("utf-8"))
+
+    def text_files(self) -> dict[str, bytes]:
+        """Config, tokenizer and chat template as files, by name."""
+        return read_text_files(self._text)
+
+    def prepare(self, layers: LayerRange, *, dtype: str, progress: Progress | None = None) -> Path:
+        """Make sure that the cache holds what these layers need, and say where.
+
+        Args:
+            layers: the range; its first layer brings the embeddings, its last the final norm and output projection.
+            dtype: ``float32``, ``bfloat16`` or ``float16``.
+            progress: told GGUF bytes done and in all; not called when nothing has to be done.
+
+        Returns:
+            A folder of ``config.json`` and safetensors files; it may hold other layers too.
+
+        Raises:
+            UnsupportedModelError: see :func:`meshnet_node.gguf_tensor_map.plan_tensors`; or values that float16 cannot hold.
+            InvalidInputError: an unknown dtype, or no room in the cache folder.
+        """
+        check_dtype(dtype)
+        folder = self.folder / dtype
+        wanted = self._parts(layers)
+        missing = [part for part in wanted if not self._is_whole(folder / f"{part}.safetensors", part, dtype)]
+        if missing or not (folder / "config.json").is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_stale(folder)
+            self._convert(folder, missing, dtype, progress)
+            self._copy_config(folder, dtype)
+        return folder
+
+    def _parts(self, layers: LayerRange) -> list[str]:
+        last = layers.stop == self.config["num_hidden_layers"]
+        parts = [f"layer-{layer:05d}" for layer in range(layers.start, layers.stop)]
+        if layers.start == 0 or (last and self.config.get("tie_word_embeddings")):
+            parts.insert(0, "embed")
+        return [*parts, "head"] if last else parts
+
+    def _stamp(self, part: str, dtype: str) -> dict[str, str]:
+        return {"format": "pt", "meshnet": f"{self.fingerprint} v{CONVERSION_VERSION} {part} {dtype}"}
+
+    def _is_whole(self, path: Path, part: str, dtype: str) -> bool:
+        """Whether the file is this part, of this model and conversion, and as long as its head says."""
+        if not path.is_file():
+            return False
+        try:
+            return read_header(path).metadata == self._stamp(part, dtype)
+        except InvalidInputError:
+            return False
+
+    def _convert(self, folder: Path, parts: list[str], dtype: str, progress: Progress | None) -> None:
+        from meshnet_node.gguf_tensor_map import TensorReader, plan_tensors  # noqa: PLC0415  torch, only when needed
+
+        if not parts:
+            return
+        plans = plan_tensors(self.header, self._model_config())
+        _check_room(folder, sum(tensor_bytes(DTYPES[dtype], plan.shape) for part in parts for plan in plans[part]))
+        total = sum(plan.source_bytes for part in parts for plan in plans[part])
+        done = 0
+        with TensorReader(self.path) as reader:
+            for part in parts:
+                target = folder / f"{part}.safetensors"
+                label = f"converting {self.path.name}: {part}"
+                if progress is not None:
+                    progress(label, done, total)
+                # another process may have come this far meanwhile
+                if not self._is_whole(target, part, dtype):
+                    _write_part(target, plans[part], reader, dtype, self._stamp(part, dtype))
+                done += sum(plan.source_bytes for plan in plans[part])
+            if progress is not None:
+                progress(f"converted {self.path.name}", done, total)
+
+    def _model_config(self) -> Any:
+        from transformers import AutoConfig  # noqa: PLC0415  slow to import, only when needed
+
+        return AutoConfig.from_pretrained(self._text, local_files_only=True, trust_remote_code=False)
+
+    def _copy_config(self, folder: Path, dtype: str) -> None:
+        for name in ("config.json", "generation_config.json"):
+            document = json.loads((self._text / name).read_text("utf-8"))
+            if name == "config.json":
+                document["dtype"] = dtype
+            with _renamed_when_done(folder / name) as path:
+                path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", "utf-8")
+
+    def _make_text_folder(self) -> None:
+        from meshnet_node.gguf_text import save_text_files  # noqa: PLC0415  torch and transformers, only when needed
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _remove_stale(self.folder)
+        partial = self.folder / f".text.{os.getpid()}.{secrets.token_hex(4)}{_PARTIAL}"
+        partial.mkdir()
+        try:
+            save_text_files(self.path, self.header, partial)
+            for file in partial.iterdir():
+                _sync(file)
+            try:
+                partial.rename(self._text)
+            except OSError:
+                if not (self._text / "config.json").is_file():  # else another process was faster
+                    raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises:
+    InvalidInputError: not one of :data:`DTYPES`.
+    """
+    if dtype not in DTYPES:
+        raise InvalidInputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+
+
+def _write_part(target: Path, plans: list[TensorPlan], reader: Any, dtype: str, stamp: dict[str, str]) -> None:
+    import torch  # noqa: PLC0415  only when something is converted
+
+    code, kind = DTYPES[dtype], getattr(torch, dtype)
+    with _renamed_when_done(target) as path, path.open("wb") as file:
+        file.write(encode_header([(plan.name, code, plan.shape) for plan in plans], stamp))
+        for plan in plans:
+            end = file.tell() + tensor_bytes(code, plan.shape)
+            for values in reader.values(plan):
+                # rounded by torch, as transformers does after de-quantising
+                block = torch.from_numpy(values).to(kind).contiguous()
+                if kind is torch.float16 and not bool(block.isfinite().all()):
+                    raise UnsupportedModelError(
+                        f"{plan.name} has values beyond float16's range; use bfloat16 or float32"
+                    )
+                file.write(block.view(-1).view(torch.uint8).numpy().data)
+            if file.tell() != end:
+                raise UnsupportedModelError(f"{plan.name} came out {end - file.tell()} bytes short of {plan.shape}")
+
+
+@contextmanager
+def _renamed_when_done(target: Path) -> Iterator[Path]:
+    """A new file beside ``target`` that takes its name only when the block ends well, after reaching the disk."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}{_PARTIAL}")
+    try:
+        yield partial
+        _sync(partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise InvalidInputError(
+            f"converting needs {needed >> 20} MiB in {folder}, where {free >> 20} MiB are free; make room, or set "
+            f"MESHNET_CACHE to a folder on a larger disk"
+        )
+
+
+def _remove_stale(folder: Path) -> None:
+    for path in folder.glob(f".*{_PARTIAL}"):
+        try:
+            if time.time() - path.stat().st_mtime < _STALE_S:
+                continue
+        except FileNotFoundError:  # its owner just finished
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
