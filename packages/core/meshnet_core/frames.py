@@ -92,11 +92,14 @@ class FrameReply:
         position: positions of the session that are consumed once this frame has run.
         tokens: the tokens sampled, one for each of ``frame.sample``; empty for a chunk that was only queued.
         timings: one entry for each hop that has run the frame, first hop first.
+        boot: boot id of the hop that was asked; the transport fills it in, and "" where it carries none. Who answered
+            is no part of the answer: it is left out of the JSON form and of comparisons.
     """
 
     position: int
     tokens: tuple[SampledToken, ...] = ()
     timings: tuple[HopTiming, ...] = ()
+    boot: str = field(default="", compare=False)
 
     def to_wire(self) -> dict[str, Any]:
         return {

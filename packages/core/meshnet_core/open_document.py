@@ -24,7 +24,8 @@ class OpenDocument:
         hidden_size: width of the hidden states.
         cache: False opens the stateless path: no room is taken, every frame is a whole sequence.
         sampling: how the tail chooses tokens.
-        prompt_length: positions of prompt, of all that is prefilled in epoch 0.
+        prompt_length: positions of the prompt; what follows them is the answer.
+        prefill_length: positions prefilled in this epoch: the prompt and, after a lost state, the answer so far.
         expected_length: positions the session may come to hold, prompt included.
         step_deadline_ms: time for one step, all hops together.
         history: prompt and answer token ids so far; given to the tail alone, since only it samples.
@@ -39,6 +40,7 @@ class OpenDocument:
     cache: bool
     sampling: SamplingParams
     prompt_length: int
+    prefill_length: int
     expected_length: int
     step_deadline_ms: int
     history: tuple[int, ...] = ()
@@ -81,6 +83,7 @@ class OpenDocument:
             "cache": self.cache,
             "sampling": self.sampling.to_wire(),
             "prompt_length": self.prompt_length,
+            "prefill_length": self.prefill_length,
             "expected_length": self.expected_length,
             "step_deadline_ms": self.step_deadline_ms,
             "history": list(self.history),
@@ -109,6 +112,7 @@ class OpenDocument:
                 cache=_flag(document, "cache"),
                 sampling=SamplingParams.from_wire(document["sampling"]),
                 prompt_length=_whole(document, "prompt_length"),
+                prefill_length=_whole(document, "prefill_length"),
                 expected_length=_whole(document, "expected_length"),
                 step_deadline_ms=_whole(document, "step_deadline_ms"),
                 history=tuple(int(token) for token in document["history"]),

@@ -1,0 +1,210 @@
+"""Reaches hops over HTTP: a `HopTransport` on one aiohttp session with persistent connections.
+
+The only place where aiohttp's exceptions become ours. Knows neither routes nor the retries of a step: it repeats a call
+only where a kept-alive connection turned out to be closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import SimpleNamespace
+
+import aiohttp
+from yarl import URL
+
+from meshnet_core import http_codec
+from meshnet_core.clock import Clock, SystemClock
+from meshnet_core.errors import (
+    BadFrameError,
+    DeadlineError,
+    HopError,
+    HopFailedError,
+    HopUnreachableError,
+    MeshnetError,
+    error_from_wire,
+)
+from meshnet_core.frames import Frame, FrameReply
+from meshnet_core.http_codec import Body
+from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+
+CONTROL_TIMEOUT_S = 5.0  # release and probe: little work, so a node that needs longer does not answer
+CONNECT_TIMEOUT_S = 5.0  # a host that drops packets is unreachable, well before a long step's deadline
+# Below the server's (`meshnet_node.torch_server`), so that it is the client that closes an idle connection.
+KEEPALIVE_S = 60.0
+MAX_CONNECTIONS = 1000
+MAX_REPLY_BYTES = 8 * 2**20
+_WITHOUT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # hops read none of them; they are 150 bytes
+
+
+_Encoded = tuple[Mapping[str, str], Body]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a message about a call needs; ``session`` is the one a probe asks about."""
+
+    method: str
+    url: str
+    path: str
+    timeout_s: float
+    hop_index: int | None
+    session: str | None = None
+
+    def __str__(self) -> str:
+        hop = "" if self.hop_index is None else f"hop {self.hop_index}, "
+        return f"{hop}{self.url}{self.path}"
+
+
+class HttpTransport:
+    """One pool of connections to all hops; make it and close it in a running event loop.
+
+    ``forward`` and ``open`` wait no longer than the step that they belong to may take. Errors of the endpoint arrive as
+    the classes that it raised, with the boot id of the node that answered.
+
+    Args:
+        clock: for what is left of a deadline when a call is repeated.
+        control_timeout_s: for release and probe, in seconds.
+        connect_timeout_s: for making one connection, in seconds.
+    """
+
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        *,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._control_timeout_s = control_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    async def open(self, url: str, document: OpenDocument) -> OpenReply:
+        call = _Call("POST", url, "/hop/open", document.step_deadline_ms / 1000, document.hop_index)
+        body = http_codec.encode_json(document.to_wire())
+        answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(), body))
+        return http_codec.decode_reply(answer, OpenReply.from_wire)
+
+    async def forward(self, url: str, frame: Frame) -> FrameReply:
+        call = _Call("POST", url, "/hop/forward", frame.deadline_ms / 1000, frame.hop_index)
+
+        def encode(left_s: float) -> tuple[dict[str, str], Body]:
+            return http_codec.encode_frame(replace(frame, deadline_ms=max(0, round(left_s * 1000))))
+
+        answer, boot = await self._answer(call, encode)
+        reply = http_codec.decode_reply(answer, FrameReply.from_wire)
+        return replace(reply, boot=boot or "")
+
+    async def release(self, url: str, session: str) -> int:
+        call = _Call("POST", url, "/hop/release", self._control_timeout_s, None)
+        body = http_codec.encode_release(session)
+        answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(), body))
+        return http_codec.decode_released(answer)
+
+    async def probe(self, url: str, session: str | None) -> ProbeReply:
+        call = _Call("GET", url, "/hop/probe", self._control_timeout_s, None, session)
+        answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(), b""))
+        return http_codec.decode_reply(answer, ProbeReply.from_wire)
+
+    async def close(self) -> None:
+        """Close every connection; calls made later find no hop. Idempotent."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _answer(self, call: _Call, encode: Callable[[float], _Encoded]) -> tuple[bytes, str | None]:
+        """Body and boot id of a yes; ``encode`` makes headers and body from the seconds that are left."""
+        deadline = self._clock.now() + call.timeout_s
+        try:
+            async with asyncio.timeout(call.timeout_s):
+                reused = SimpleNamespace(connection=False)
+                try:
+                    return await self._exchange(call, encode(call.timeout_s), reused)
+                except HopUnreachableError:
+                    if not reused.connection:
+                        raise
+                    # A hop may close an idle connection at the moment when it is used. Repeating is safe: every call
+                    # is idempotent, and an identical frame is answered from the hop's last reply.
+                    left_s = deadline - self._clock.now()
+                    return await self._exchange(call, encode(left_s), reused)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{call} did not answer within {call.timeout_s:g} s", hop_index=call.hop_index
+            ) from error
+
+    async def _exchange(self, call: _Call, encoded: _Encoded, reused: SimpleNamespace) -> tuple[bytes, str | None]:
+        """One request and its answer; sets ``reused.connection`` if the connection had served before."""
+        headers, body = encoded
+        try:
+            async with self._connected(call).request(
+                call.method,
+                _address(call.url, call.path),
+                params=None if call.session is None else {"session": call.session},
+                data=body or None,
+                headers=headers,
+                allow_redirects=False,
+                trace_request_ctx=reused,
+            ) as response:
+                if response.content_length is None or response.content_length > MAX_REPLY_BYTES:
+                    raise HopFailedError(
+                        f"{call} sent a reply of {response.content_length} bytes; at most {MAX_REPLY_BYTES} are read",
+                        hop_index=call.hop_index,
+                    )
+                answer = await response.read()
+                boot = response.headers.get(http_codec.BOOT)
+                status = response.status
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise HopUnreachableError(
+                f"{call} cannot be reached: {error or type(error).__name__}", hop_index=call.hop_index
+            ) from error
+        if status != 200:
+            raise _refusal(call, status, answer, boot)
+        return answer, boot
+
+    def _connected(self, call: _Call) -> aiohttp.ClientSession:
+        if self._closed:
+            raise HopUnreachableError(f"{call} was called after this transport was closed", hop_index=call.hop_index)
+        if self._session is None:  # aiohttp wants a running loop, so not in the constructor
+            trace = aiohttp.TraceConfig()
+            trace.on_connection_reuseconn.append(_note_reuse)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=_WITHOUT,
+                auto_decompress=False,
+                trust_env=False,
+                trace_configs=[trace],
+            )
+        return self._session
+
+
+def _refusal(call: _Call, status: int, answer: bytes, boot: str | None) -> MeshnetError:
+    """The error in an answer, told whose it is."""
+    text = f"HTTP {status} from {call}: {answer[:120].decode(errors='replace')}"
+    try:
+        document = http_codec.decode_json(answer, "an error")
+    except BadFrameError:
+        document = None
+    error = error_from_wire(document, fallback=text)
+    # An error that names another hop only passed through this one, whose boot id says nothing about it.
+    if isinstance(error, HopError) and error.hop_index in (None, call.hop_index):
+        error.hop_index = call.hop_index
+        error.boot = error.boot or boot
+    return error
+
+
+@lru_cache(maxsize=4096)
+def _address(url: str, path: str) -> URL:
+    return URL(url.rstrip("/") + path)
+
+
+async def _note_reuse(
+    _session: aiohttp.ClientSession, context: SimpleNamespace, _params: aiohttp.TraceConnectionReuseconnParams
+) -> None:
+    context.trace_request_ctx.connection = True

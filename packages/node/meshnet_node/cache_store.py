@@ -1,0 +1,277 @@
+"""What a node keeps between frames, bounded: sessions by key, under one budget of bytes, a count and a time to live.
+
+The store knows ``nbytes`` and nothing of tensors, frames or models. Three rules carry it:
+
+* an entry that a frame holds on lease is never taken, and one used within ``running_s`` is never taken for a newcomer;
+* whatever leaves the store leaves a tombstone with the reason, so that a late frame gets an honest miss;
+* bytes are counted in one method, `CacheStore.nbytes`, from what the entries report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from meshnet_core.clock import Clock
+from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
+
+
+class Held(Protocol):
+    """What the store holds for a session."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use now, state and buffered frames together."""
+        ...
+
+    def cancel(self) -> None:
+        """Told once when the entry leaves the store; work under way should stop soon."""
+        ...
+
+
+H = TypeVar("H", bound=Held)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """One hop of one session; a node that serves two hops of a route holds two entries."""
+
+    session: str
+    hop_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Bounds of a store.
+
+    Attributes:
+        budget_bytes: for all entries together.
+        max_sessions: entries at once.
+        ttl_s: an entry unused for longer is dropped.
+        running_s: an entry used within this time is running, and no newcomer takes its room.
+        max_tombstones: how many departed entries are remembered.
+    """
+
+    budget_bytes: int
+    max_sessions: int = 256
+    ttl_s: float = 600.0
+    running_s: float = 30.0
+    max_tombstones: int = 4096
+
+
+@dataclass(slots=True)
+class _Entry(Generic[H]):
+    held: H
+    epoch: int
+    reserved: int
+    opened_at: float
+    used_at: float
+    leases: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Room taken: what was set aside for it, or what it has grown to."""
+        return max(self.reserved, self.held.nbytes)
+
+
+class CacheStore(Generic[H]):
+    """Sessions of one node. Not thread-safe: one event loop owns it."""
+
+    def __init__(self, limits: StoreLimits, clock: Clock) -> None:
+        self.limits = limits
+        self._clock = clock
+        self._entries: OrderedDict[SessionKey, _Entry[H]] = OrderedDict()  # least recently used first
+        self._condemned: list[_Entry[H]] = []  # dropped while leased: their bytes count until the lease ends
+        self._tombstones: OrderedDict[SessionKey, tuple[MissReason, int]] = OrderedDict()
+        self.dropped: Counter[MissReason] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[H]:
+        return iter([entry.held for entry in self._entries.values()])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken by all entries; the one place where they are counted."""
+        return sum(entry.nbytes for entry in (*self._entries.values(), *self._condemned))
+
+    def admit(self, key: SessionKey, epoch: int, held: H, reserve: int) -> None:
+        """Take in a new session, or a new epoch of one, with ``reserve`` bytes set aside for it.
+
+        Entries that are idle give way, least recently used first; running ones never do.
+
+        Raises:
+            CacheMissError: the session was released, or ``epoch`` is not newer than what is known of it.
+            CacheFullError: there is no room; nothing was changed.
+        """
+        self.sweep()
+        self._check_newer(key, epoch)
+        now = self._clock.now()
+        current = self._entries.get(key)
+        freed = current.nbytes if current is not None else 0
+        victims = self._idle_victims(self.nbytes - freed + reserve, len(self) - (current is not None) + 1, {key})
+        if victims is None:
+            raise CacheFullError(
+                f"no room for a session of {reserve} bytes: {self.nbytes} of {self.limits.budget_bytes} bytes and "
+                f"{len(self)} of {self.limits.max_sessions} sessions are taken by running ones"
+            )
+        for victim in victims:
+            self.drop(victim, MissReason.EVICTED)
+        if current is not None:
+            self.drop(key, MissReason.EPOCH_STALE)
+        self._tombstones.pop(key, None)
+        self._entries[key] = _Entry(held, epoch, reserve, now, now)
+
+    def find(self, key: SessionKey) -> tuple[H, int] | None:
+        """The entry and its epoch, without touching its place in the order; None if there is none."""
+        entry = self._entries.get(key)
+        return None if entry is None else (entry.held, entry.epoch)
+
+    def require(self, key: SessionKey, epoch: int) -> H:
+        """The entry for a frame of ``epoch``.
+
+        Raises:
+            CacheMissError: with the reason why there is no usable one.
+        """
+        self.sweep()
+        entry = self._entries.get(key)
+        if entry is None:
+            reason, _ = self._tombstone(key)
+            raise CacheMissError(f"no state for session {key.session}: {reason.value}", reason=reason)
+        if entry.epoch != epoch:
+            raise CacheMissError(
+                f"session {key.session} is at epoch {entry.epoch}, the frame at {epoch}",
+                reason=MissReason.EPOCH_STALE if epoch < entry.epoch else MissReason.UNKNOWN_SESSION,
+            )
+        return entry.held
+
+    @contextmanager
+    def lease(self, key: SessionKey, epoch: int, growth: int = 0) -> Iterator[H]:
+        """Hold the entry while a frame runs on it; ``growth`` is how many bytes the frame may add.
+
+        Raises:
+            CacheMissError: as `require`; also when the session cannot grow and is the youngest, so that it gives way.
+            CacheFullError: when it alone would outgrow the budget.
+        """
+        self.require(key, epoch)
+        self._make_room_to_grow(key, growth)
+        entry = self._entries[key]
+        entry.leases += 1
+        self._touch(key, entry)
+        try:
+            yield entry.held
+        finally:
+            entry.leases -= 1
+            if self._entries.get(key) is entry:
+                self._touch(key, entry)
+            elif entry.leases == 0 and entry in self._condemned:
+                self._condemned.remove(entry)
+
+    def drop(self, key: SessionKey, reason: MissReason) -> bool:
+        """Take the entry out, leaving a tombstone. Returns whether there was one."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        if entry.leases:
+            self._condemned.append(entry)
+        entry.held.cancel()
+        self.dropped[reason] += 1
+        self._bury(key, reason, entry.epoch)
+        return True
+
+    def drop_held(self, key: SessionKey, held: H, reason: MissReason) -> bool:
+        """As `drop`, but only if ``held`` is still what the key names: a newer epoch is left alone."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.held is held and self.drop(key, reason)
+
+    def release(self, session: str) -> int:
+        """Free all entries of ``session``; idempotent. Returns how many there were."""
+        keys = [key for key in self._entries if key.session == session]
+        for key in keys:
+            self.drop(key, MissReason.RELEASED)
+        # For the session as a whole: an open or a frame for any hop of it may still be on its way here.
+        self._bury(_whole_session(session), MissReason.RELEASED, 0)
+        return len(keys)
+
+    def sweep(self) -> int:
+        """Drop what was idle for longer than the time to live. Returns how many."""
+        deadline = self._clock.now() - self.limits.ttl_s
+        expired = [key for key, entry in self._entries.items() if entry.leases == 0 and entry.used_at < deadline]
+        for key in expired:
+            self.drop(key, MissReason.EXPIRED)
+        return len(expired)
+
+    def _check_newer(self, key: SessionKey, epoch: int) -> None:
+        reason, old_epoch = self._tombstone(key)
+        if reason is MissReason.RELEASED:
+            raise CacheMissError(f"session {key.session} was released; mint a new one", reason=reason)
+        if epoch <= old_epoch:
+            raise CacheMissError(
+                f"epoch {epoch} of session {key.session} is over; open epoch {old_epoch + 1}",
+                reason=MissReason.EPOCH_STALE,
+            )
+        entry = self._entries.get(key)
+        if entry is not None and epoch <= entry.epoch:
+            raise CacheMissError(
+                f"session {key.session} is at epoch {entry.epoch} already", reason=MissReason.EPOCH_STALE
+            )
+
+    def _idle_victims(self, nbytes: int, count: int, spared: set[SessionKey]) -> list[SessionKey] | None:
+        """Idle entries to drop, oldest use first, so that totals fit the limits; None if even all are too few."""
+        running_since = self._clock.now() - self.limits.running_s
+        victims: list[SessionKey] = []
+        for key, entry in self._entries.items():
+            if nbytes <= self.limits.budget_bytes and count <= self.limits.max_sessions:
+                break
+            if key in spared or entry.leases or entry.used_at > running_since:
+                continue
+            victims.append(key)
+            nbytes -= entry.nbytes
+            count -= 1
+        fits = nbytes <= self.limits.budget_bytes and count <= self.limits.max_sessions
+        return victims if fits else None
+
+    def _make_room_to_grow(self, key: SessionKey, growth: int) -> None:
+        """Idle entries give way first, then the youngest running one, which may be the grower itself."""
+        entry = self._entries[key]
+        wanted = max(entry.reserved, entry.held.nbytes + growth)
+        if wanted > self.limits.budget_bytes:
+            self.drop(key, MissReason.EVICTED)
+            raise CacheFullError(
+                f"session {key.session} has outgrown this node: it needs {wanted} of {self.limits.budget_bytes} bytes"
+            )
+        while self.nbytes - entry.nbytes + wanted > self.limits.budget_bytes:
+            victims = self._idle_victims(self.nbytes - entry.nbytes + wanted, len(self), {key})
+            if victims is None:
+                free = [(other.opened_at, name) for name, other in self._entries.items() if not other.leases]
+                victims = [max(free, key=lambda pair: pair[0])[1]] if free else [key]
+            for victim in victims:
+                self.drop(victim, MissReason.EVICTED)
+            if key not in self._entries:
+                raise CacheMissError(
+                    f"session {key.session}, the youngest, gave way: no room to grow", reason=MissReason.EVICTED
+                )
+        entry.reserved = wanted
+
+    def _tombstone(self, key: SessionKey) -> tuple[MissReason, int]:
+        """Why ``key`` is not here, and up to which epoch it was."""
+        buried = self._tombstones.get(_whole_session(key.session)) or self._tombstones.get(key)
+        return buried or (MissReason.UNKNOWN_SESSION, -1)
+
+    def _touch(self, key: SessionKey, entry: _Entry[H]) -> None:
+        entry.used_at = self._clock.now()
+        self._entries.move_to_end(key)
+
+    def _bury(self, key: SessionKey, reason: MissReason, epoch: int) -> None:
+        self._tombstones[key] = (reason, epoch)
+        self._tombstones.move_to_end(key)
+        while len(self._tombstones) > self.limits.max_tombstones:
+            self._tombstones.popitem(last=False)
+
+
+def _whole_session(session: str) -> SessionKey:
+    return SessionKey(session, -1)

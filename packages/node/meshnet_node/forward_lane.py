@@ -1,0 +1,150 @@
+"""The forward lane: one thread per device that runs frames, so that the event loop only parses and replies.
+
+Sessions take turns: each has a queue of its own and the lane goes round them, so that a long prefill's chunks and other
+sessions' decode steps interleave. The unit of work is a list of frames of different sessions; a backend says how many
+it can use at once with ``batch_limit``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from meshnet_node.model_backend import ShardBackend, ShardResult, ShardWork
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LaneTiming:
+    """Seconds that a frame waited for the lane, ran, and took to be finished (sampled) after it."""
+
+    queue_s: float
+    forward_s: float
+    finish_s: float
+
+
+@dataclass(slots=True)
+class _Job(Generic[T]):
+    backend: ShardBackend
+    work: ShardWork
+    finish: Callable[[ShardResult], T]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[tuple[T, LaneTiming]]
+    queued_at: float = field(default_factory=time.perf_counter)
+
+    def settle(self, value: tuple[T, LaneTiming] | BaseException) -> None:
+        """Hand the outcome to the loop that waits for it; a loop that is gone has nobody to tell."""
+
+        def hand_over() -> None:
+            if self.future.done():
+                return
+            if isinstance(value, BaseException):
+                self.future.set_exception(value)
+            else:
+                self.future.set_result(value)
+
+        try:
+            self.loop.call_soon_threadsafe(hand_over)
+        except RuntimeError:
+            return
+
+
+class ForwardLane:
+    """Runs frames on one device, one list at a time, in a thread of its own."""
+
+    def __init__(self, name: str = "forward-lane") -> None:
+        self._queues: OrderedDict[object, deque[_Job[object]]] = OrderedDict()
+        self._ready = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def queued(self) -> int:
+        """Frames that wait for their turn."""
+        with self._ready:
+            return sum(len(queue) for queue in self._queues.values())
+
+    async def run(
+        self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T]
+    ) -> tuple[T, LaneTiming]:
+        """Run ``work`` when it is ``turn``'s turn, then ``finish`` on its result, both on the lane's thread.
+
+        Args:
+            turn: whose frame this is; frames of one ``turn`` run in the order they were given.
+            backend: the shard to run on.
+            work: the frame.
+            finish: what turns the shard's result into the caller's (sampling, say).
+
+        Raises:
+            whatever the backend or ``finish`` raised.
+        """
+        loop = asyncio.get_running_loop()
+        job: _Job[T] = _Job(backend, work, finish, loop, loop.create_future())
+        with self._ready:
+            if self._closed:
+                raise RuntimeError("the forward lane is closed")
+            self._queues.setdefault(turn, deque()).append(job)  # type: ignore[arg-type]
+            self._ready.notify()
+        return await job.future
+
+    def close(self) -> None:
+        """Stop after the frame that is running; frames still queued are cancelled."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify()
+        self._thread.join()
+        for queue in self._queues.values():
+            for job in queue:
+                job.settle(asyncio.CancelledError())
+        self._queues.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                while not self._queues and not self._closed:
+                    self._ready.wait()
+                if self._closed:
+                    return
+                jobs = self._take()
+            self._execute(jobs)
+
+    def _take(self) -> list[_Job[object]]:
+        """The next session's first frame, and those of others that the same backend can run beside it."""
+        jobs: list[_Job[object]] = []
+        for turn in list(self._queues):
+            queue = self._queues[turn]
+            if jobs and (queue[0].backend is not jobs[0].backend or len(jobs) >= jobs[0].backend.batch_limit):
+                continue
+            jobs.append(queue.popleft())
+            del self._queues[turn]
+            if queue:
+                self._queues[turn] = queue  # to the back: the others come first
+        return jobs
+
+    @staticmethod
+    def _execute(jobs: list[_Job[object]]) -> None:
+        started = time.perf_counter()
+        try:
+            results: list[ShardResult | Exception] = list(jobs[0].backend.forward([job.work for job in jobs]))
+        except Exception as error:  # noqa: BLE001 - the lane outlives any frame; the frame's caller gets the error
+            results = [error] * len(jobs)
+        forward_s = time.perf_counter() - started
+        for job, result in zip(jobs, results, strict=True):
+            if isinstance(result, Exception):
+                job.settle(result)
+                continue
+            finishing = time.perf_counter()
+            try:
+                value = job.finish(result)
+            except Exception as error:  # noqa: BLE001 - as above
+                job.settle(error)
+                continue
+            timing = LaneTiming(started - job.queued_at, forward_s, time.perf_counter() - finishing)
+            job.settle((value, timing))

@@ -1,0 +1,390 @@
+"""What a node does with a session: the `HopEndpoint` behind every transport.
+
+Frames of a session run in order of position; an early one waits briefly, an identical one is answered from its last
+run, anything else out of place is refused. A frame that fails after it began takes its session's state with it.
+Knows no HTTP and no tensors; frames run on the forward lane, state lives in the store.
+
+    forward(frame) ── check ── in order? ── lane (own layers) ──┬─ tail: sample ───────────── reply
+                        │         │                             └─ else: next hop's forward ─ reply + own timing
+                      refuse   hold / miss        a chunk that is not the last is acknowledged once queued downstream
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshnet_core.clock import Clock
+from meshnet_core.errors import (
+    BadFrameError,
+    CacheMissError,
+    DeadlineError,
+    DrainingError,
+    HopError,
+    HopFailedError,
+    HopUnreachableError,
+    MeshnetError,
+    MissReason,
+    UnsupportedModelError,
+)
+from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming, Phase
+from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.transport import HopTransport
+from meshnet_node.cache_store import CacheStore, SessionKey
+from meshnet_node.forward_lane import ForwardLane
+from meshnet_node.hop_session import FrameKey, HopSession, Outcome, Run
+from meshnet_node.model_backend import ForwardCancelledError, ShardResult, ShardWork
+from meshnet_node.shard_pool import LoadedShard, ShardPool
+
+logger = logging.getLogger(__name__)
+
+GROWTH_QUANTUM = MAX_CHUNK  # positions set aside beyond the prefill, so that a session seldom has to ask for room
+MAX_QUEUED_FRAMES = 4  # of one session at one hop; the sender waits beyond that
+EARLY_HOLD_S = 10.0  # how long a frame waits for the one before it
+DOWNSTREAM_MARGIN = 0.95  # of what is left of the deadline goes to the next hop, so that the hop that hung is blamed
+
+SampleFunction = Callable[[torch.Tensor, SamplingParams, Sequence[int], int, int], SampledToken]
+
+
+class HopService:
+    """Serves sessions on this node's shards.
+
+    Args:
+        boot: boot id of this process.
+        shards: what is loaded.
+        store: where sessions are kept, shared by all shards.
+        lane: runs the frames.
+        transport: reaches the next hops.
+        sample: chooses tokens at the tail.
+        clock: for deadlines.
+    """
+
+    def __init__(
+        self,
+        *,
+        boot: str,
+        shards: ShardPool,
+        store: CacheStore[HopSession],
+        lane: ForwardLane,
+        transport: HopTransport,
+        sample: SampleFunction,
+        clock: Clock,
+    ) -> None:
+        self.boot = boot
+        self.shards = shards
+        self.store = store
+        self.draining = False
+        self.recent: deque[dict[str, Any]] = deque(maxlen=32)  # what is remembered of ended sessions, for people
+        self._lane = lane
+        self._transport = transport
+        self._sample = sample
+        self._clock = clock
+        self._background: set[asyncio.Task[Any]] = set()
+
+    async def open(self, document: OpenDocument) -> OpenReply:
+        """Take a session in, with room for its prefill and a growth quantum, or refuse it unchanged."""
+        with self._marked(document.hop_index):
+            key = SessionKey(document.session, document.hop_index)
+            known = self.store.find(key)
+            if known is not None and known[1] == document.epoch:
+                if known[0].document != document:
+                    raise BadFrameError("this session and epoch are open on other terms; a retry repeats its terms")
+                return OpenReply(self.boot, known[0].nbytes)
+            if self.draining:
+                raise DrainingError("this node is draining and takes no new sessions")
+            shard = self.shards.find(document.route.fingerprint, document.hop.layers)
+            self._check_terms(document, shard)
+            start = document.hop.layers.start
+            reserve = 0
+            state = None
+            if document.cache:
+                positions = min(document.prefill_length + GROWTH_QUANTUM, document.expected_length)
+                backend = shard.backend
+                reserve = backend.state_fixed_bytes(start) + positions * backend.state_bytes_per_position(start)
+                state = backend.new_state(start)
+            session = HopSession(document, shard, state, history=list(document.history))
+            self.store.admit(key, document.epoch, session, reserve)
+            return OpenReply(self.boot, reserve)
+
+    async def forward(self, frame: Frame) -> FrameReply:
+        """Run a frame here and on the hops after this one."""
+        arrived = self._clock.now()
+        key = SessionKey(frame.session, frame.hop_index)
+        with self._marked(frame.hop_index):
+            session = self.store.require(key, frame.epoch)
+            try:
+                session.check(frame)
+                run = await self._take_in(key, session, frame, arrived)
+                if not frame.sample and session.is_tail:
+                    return FrameReply(frame.position + frame.seq_len)
+                return await self._outcome_of(run, key, frame.epoch)
+            except HopError as error:
+                if error.hop_index is None:
+                    error.position = session.accepted
+                raise
+
+    async def release(self, session: str) -> int:
+        """Free the session on every hop it has here; what runs of it stops between layers."""
+        for held in self.store:
+            if held.document.session == session:
+                self.recent.append(held.summary())
+        return self.store.release(session)
+
+    async def probe(self, session: str | None) -> ProbeReply:
+        """Alive, how busy, and how far the session is."""
+        positions = [held.accepted for held in self.store if held.document.session == session]
+        return ProbeReply(self.boot, max(positions, default=None), self._lane.queued)
+
+    def status(self) -> dict[str, Any]:
+        """JSON-ready: shards, running and recent sessions, bytes."""
+        return {
+            "boot": self.boot,
+            "draining": self.draining,
+            "queued": self._lane.queued,
+            "sessions": len(self.store),
+            "state_bytes": sum(held.nbytes for held in self.store),
+            "reserved_bytes": self.store.nbytes,
+            "budget_bytes": self.store.limits.budget_bytes,
+            "dropped": {reason.value: count for reason, count in sorted(self.store.dropped.items())},
+            "shards": [shard.info().to_wire() for shard in self.shards],
+            "running": [held.summary() for held in self.store],
+            "recent": list(self.recent),
+        }
+
+    async def close(self) -> None:
+        """Drop all sessions and stop the lane."""
+        for held in list(self.store):
+            self.store.release(held.document.session)
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.to_thread(self._lane.close)
+
+    # -- open ---------------------------------------------------------------------------------------------------------
+
+    def _check_terms(self, document: OpenDocument, shard: LoadedShard) -> None:
+        backend = shard.backend
+        if document.hidden_size != backend.hidden_size:
+            raise BadFrameError(f"hidden size {document.hidden_size} asked for, the model has {backend.hidden_size}")
+        if document.route.num_layers != backend.num_layers:
+            raise BadFrameError(f"{document.route.num_layers} layers asked for, the model has {backend.num_layers}")
+        if document.expected_length > shard.max_positions:
+            raise BadFrameError(
+                f"the session may come to {document.expected_length} positions, the model takes {shard.max_positions}"
+            )
+        if document.next_hop is None and len(document.history) != document.prefill_length:
+            raise BadFrameError(
+                f"the tail needs the {document.prefill_length} token ids before its first token, "
+                f"not {len(document.history)}"
+            )
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    async def _take_in(self, key: SessionKey, session: HopSession, frame: Frame, arrived: float) -> Run:
+        """The run of this frame: the one that an identical frame began, or a new one in its turn."""
+        frame_key = FrameKey.of(frame)
+        deadline = arrived + frame.deadline_ms / 1000
+        if (known := session.runs.get(frame_key)) is not None:
+            self._revive(session, frame, known, deadline)
+            return known
+        await self._await_turn(key, session, frame, deadline)
+        if (known := session.runs.get(frame_key)) is not None:  # its twin came while this one waited
+            return known
+        session.accepted = frame.position + frame.seq_len
+        session.received_bytes += len(frame.body)
+        kind = frame.phase.value if frame.cache else "stateless"
+        session.frames[kind] = session.frames.get(kind, 0) + 1
+        run = Run(asyncio.create_task(self._run(key, session, frame, frame_key, arrived, deadline)))
+        self._keep(run.task)
+        session.remember(frame_key, run)
+        session.announce()
+        return run
+
+    async def _await_turn(self, key: SessionKey, session: HopSession, frame: Frame, deadline: float) -> None:
+        """Wait until the frame is next and the queue has room."""
+        if not frame.cache:
+            if session.in_flight:
+                raise BadFrameError("with the cache off one frame runs at a time")
+            return
+        give_up = min(deadline, self._clock.now() + EARLY_HOLD_S)
+        while frame.position > session.accepted or session.in_flight >= MAX_QUEUED_FRAMES:
+            try:
+                async with asyncio.timeout(max(0.0, give_up - self._clock.now())):
+                    await session.changed.wait()
+            except TimeoutError:
+                break
+            self.store.require(key, frame.epoch)  # it may have left the store meanwhile
+        if frame.position != session.accepted:
+            raise CacheMissError(
+                f"the session holds {session.accepted} positions here, the frame begins at {frame.position}",
+                reason=MissReason.POSITION_MISMATCH,
+            )
+        if session.in_flight >= MAX_QUEUED_FRAMES:
+            raise DeadlineError(f"{session.in_flight} frames of this session are still queued here")
+
+    async def _run(
+        self, key: SessionKey, session: HopSession, frame: Frame, frame_key: FrameKey, arrived: float, deadline: float
+    ) -> FrameReply:
+        """Run the frame on the own layers, then hand it on. Whatever goes wrong here costs the state."""
+        try:
+            outcome = await self._run_own_layers(key, session, frame, deadline)
+        except BaseException as error:
+            self.store.drop_held(key, session, MissReason.FAILED)
+            if isinstance(error, ForwardCancelledError):
+                raise self._gone(key, frame.epoch) from error
+            raise
+        finally:
+            session.announce()
+        session.runs[frame_key].outcome = outcome
+        return await self._deliver(session, frame, outcome, arrived, deadline)
+
+    async def _run_own_layers(self, key: SessionKey, session: HopSession, frame: Frame, deadline: float) -> Outcome:
+        shard, start = session.shard, frame.start_layer
+        growth = frame.seq_len * shard.backend.state_bytes_per_position(start) if session.state is not None else 0
+        work = ShardWork(
+            start=start,
+            state=session.state,
+            position=frame.position,
+            seq_len=frame.seq_len,
+            payload=frame.body,
+            wire_dtype=session.document.wire_dtype,
+            sample=frame.sample if session.is_tail else 0,
+            cancelled=lambda: session.cancelled,
+        )
+
+        def finish(result: ShardResult) -> tuple[ShardResult, tuple[SampledToken, ...]]:
+            tokens: tuple[SampledToken, ...] = ()
+            if result.logits is not None:
+                tokens = (self._sample_last(session, frame, result.logits),)
+            session.measure_state()
+            return result, tokens
+
+        with self.store.lease(key, frame.epoch, growth):
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                    turn = (key, frame.epoch)
+                    (result, tokens), timing = await self._lane.run(turn, shard.backend, work, finish)
+            except TimeoutError as error:
+                raise DeadlineError(
+                    f"layers {session.document.hop.layers} did not finish the frame at position {frame.position} in "
+                    f"{frame.deadline_ms} ms"
+                ) from error
+        shard.measure(
+            len(session.document.hop.layers),
+            frame.seq_len,
+            decode=frame.phase is Phase.DECODE,
+            forward_s=timing.forward_s,
+        )
+        hop_timing = HopTiming(
+            frame.hop_index,
+            queue_ms=1000 * timing.queue_s,
+            forward_ms=1000 * timing.forward_s,
+            sample_ms=1000 * timing.finish_s if tokens else 0.0,
+        )
+        return Outcome(result.hidden, tokens, hop_timing)
+
+    def _sample_last(self, session: HopSession, frame: Frame, logits: torch.Tensor) -> SampledToken:
+        """The token after the frame's last position; the history grows by it, so that penalties see it."""
+        position = frame.position + frame.seq_len
+        if len(session.history) != position:
+            raise CacheMissError(
+                f"the tail knows {len(session.history)} token ids, the frame ends at position {position}",
+                reason=MissReason.POSITION_MISMATCH,
+            )
+        params, prompt_length = session.document.sampling, session.document.prompt_length
+        token = self._sample(logits[-1], params, session.history, prompt_length, position)
+        session.history.append(token.id)
+        return token
+
+    async def _deliver(
+        self, session: HopSession, frame: Frame, outcome: Outcome, arrived: float, deadline: float
+    ) -> FrameReply:
+        """The reply: the own tokens at the tail, else what the next hop answers to the hidden states."""
+        timing = outcome.timing
+        position = frame.position + frame.seq_len
+        next_hop = session.document.next_hop
+        if next_hop is None or outcome.hidden is None:
+            timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived))
+            return FrameReply(position, outcome.tokens, (timing,))
+        left_ms = int(1000 * (deadline - self._clock.now()) * DOWNSTREAM_MARGIN)
+        if left_ms < 1:
+            raise DeadlineError(f"no time was left to hand position {frame.position} to the next hop")
+        onward = replace(
+            frame,
+            hop_index=frame.hop_index + 1,
+            start_layer=next_hop.layers.start,
+            deadline_ms=left_ms,
+            body=outcome.hidden,
+        )
+        reply = await self._transport.forward(next_hop.url, onward)
+        timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived), sent_bytes=len(outcome.hidden))
+        return FrameReply(position, reply.tokens, (timing, *reply.timings))
+
+    def _revive(self, session: HopSession, frame: Frame, run: Run, deadline: float) -> None:
+        """A retry of a frame whose own part went well but whose delivery failed: only the delivery runs again."""
+        if not run.task.done() or run.outcome is None or run.task.cancelled():
+            return
+        if isinstance(run.task.exception(), HopUnreachableError | DeadlineError):
+            run.task = asyncio.create_task(self._deliver(session, frame, run.outcome, self._clock.now(), deadline))
+            self._keep(run.task)
+
+    async def _outcome_of(self, run: Run, key: SessionKey, epoch: int) -> FrameReply:
+        """Wait for a run without owning it: a caller that leaves does not take the run along."""
+        try:
+            return await asyncio.shield(run.task)
+        except asyncio.CancelledError:
+            if run.task.cancelled():
+                raise self._gone(key, epoch) from None
+            raise
+
+    def _gone(self, key: SessionKey, epoch: int) -> CacheMissError:
+        """The miss of a frame whose session left the store while it ran."""
+        try:
+            self.store.require(key, epoch)
+        except CacheMissError as miss:
+            return miss
+        return CacheMissError(f"a frame of session {key.session} was cancelled", reason=MissReason.FAILED)
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._background.add(task)
+
+        def done(finished: asyncio.Task[Any]) -> None:
+            self._background.discard(finished)
+            if not finished.cancelled() and (error := finished.exception()) is not None:
+                level = logging.DEBUG if isinstance(error, MeshnetError) else logging.ERROR
+                logger.log(level, "a frame failed: %s", error, exc_info=error if level == logging.ERROR else None)
+
+        task.add_done_callback(done)
+
+    def _marked(self, hop_index: int) -> _Marked:
+        return _Marked(hop_index, self.boot)
+
+
+class _Marked:
+    """Errors that leave this block name the hop and the boot id; foreign ones become `HopFailedError`."""
+
+    def __init__(self, hop_index: int, boot: str) -> None:
+        self._hop_index = hop_index
+        self._boot = boot
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or not isinstance(error, Exception):
+            return
+        if isinstance(error, HopError):
+            if error.hop_index is None:
+                error.hop_index = self._hop_index
+                error.boot = self._boot
+            return
+        if isinstance(error, MeshnetError) and not isinstance(error, UnsupportedModelError):
+            raise BadFrameError(error.message, hop_index=self._hop_index, boot=self._boot) from error
+        raise HopFailedError(f"{error}", hop_index=self._hop_index, boot=self._boot) from error

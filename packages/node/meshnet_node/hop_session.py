@@ -1,0 +1,227 @@
+"""One hop's side of one session: what it was told at open, its state, and which frames it has seen.
+
+It checks frames and remembers runs; it moves nothing itself. The order of frames and what follows a failure are
+`hop_service`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshnet_core.dtypes import TOKEN_ID_BYTES, dtype_bytes
+from meshnet_core.errors import BadFrameError, CacheMissError, MissReason
+from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming, Phase
+from meshnet_core.open_document import OpenDocument
+from meshnet_core.sampling import SampledToken
+from meshnet_node.session_state import SessionState
+from meshnet_node.shard_pool import LoadedShard
+
+KEPT_RUNS = 4  # frames that a retry may still ask for: as many as may be in flight at once
+MEASURE_EVERY = 32  # positions
+
+
+@dataclass(frozen=True, slots=True)
+class FrameKey:
+    """What makes two frames of one epoch the same: a retry of one is answered without running it twice."""
+
+    position: int
+    seq_len: int
+    phase: Phase
+    sample: int
+    body_hash: bytes
+
+    @classmethod
+    def of(cls, frame: Frame) -> FrameKey:
+        digest = hashlib.blake2b(frame.body, digest_size=16).digest()
+        return cls(frame.position, frame.seq_len, frame.phase, frame.sample, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What this hop made of a frame: hidden states to pass on, or tokens at the tail."""
+
+    hidden: bytes | memoryview | None
+    tokens: tuple[SampledToken, ...]
+    timing: HopTiming
+
+
+@dataclass(slots=True)
+class Run:
+    """One frame this hop has taken in: the task that runs it, and the outcome once there is one."""
+
+    task: asyncio.Task[FrameReply]
+    outcome: Outcome | None = None
+
+
+@dataclass(slots=True)
+class HopSession:
+    """State and terms of one session at one hop.
+
+    Attributes:
+        document: the terms.
+        shard: the shard it runs on.
+        state: None on the stateless path.
+        accepted: positions taken in so far, queued ones included; the next frame's position.
+        history: at the tail, prompt and answer token ids; grows with each token sampled.
+        runs: frames in flight and the last one finished.
+        changed: set and replaced whenever `accepted` or the number of frames in flight changes.
+        frames: how many frames of each kind were run, for people to read.
+    """
+
+    document: OpenDocument
+    shard: LoadedShard
+    state: SessionState | None
+    accepted: int = 0
+    history: list[int] = field(default_factory=list)
+    runs: dict[FrameKey, Run] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    frames: dict[str, int] = field(default_factory=dict)
+    received_bytes: int = 0
+    state_bytes: int = 0
+    _measured: int = 0
+    _measured_at: int = 0
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state after the last frame, and of hidden states kept for a retry."""
+        kept = sum(
+            len(run.outcome.hidden) for run in self.runs.values() if run.outcome and run.outcome.hidden is not None
+        )
+        return self.state_bytes + kept
+
+    @property
+    def in_flight(self) -> int:
+        return sum(not run.task.done() for run in self.runs.values())
+
+    @property
+    def is_tail(self) -> bool:
+        return self.document.next_hop is None
+
+    @property
+    def cancelled(self) -> bool:
+        """Looked at between layers, from the lane's thread."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Stop the work under way: the session has left the store."""
+        self._cancelled.set()
+        for run in self.runs.values():
+            run.task.cancel()
+        self.announce()
+
+    def announce(self) -> None:
+        """Wake whoever waits for this session to change."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def remember(self, key: FrameKey, run: Run) -> None:
+        """Keep ``run`` for a retry of its frame; of finished ones only the last few stay."""
+        finished = [old for old, past in self.runs.items() if past.task.done()]
+        for old in finished[: max(0, len(self.runs) + 1 - KEPT_RUNS)]:
+            del self.runs[old]
+        self.runs[key] = run
+
+    def measure_state(self) -> None:
+        """Bring `state_bytes` up to date; called where the state was just advanced, on the lane's thread.
+
+        Walking every tensor costs more than a decode step should pay, so single positions are counted by the shard's
+        growth per position and measured every so often.
+        """
+        if self.state is None:
+            return
+        grown = self.state.position - self._measured_at
+        if grown >= MEASURE_EVERY or self._measured_at == 0:
+            self._measured_at, self._measured = self.state.position, self.state.nbytes
+            grown = 0
+        per_position = self.shard.backend.state_bytes_per_position(self.document.hop.layers.start)
+        self.state_bytes = self._measured + grown * per_position
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-ready, for people to read."""
+        return {
+            "session": self.document.session,
+            "epoch": self.document.epoch,
+            "layers": str(self.document.hop.layers),
+            "cache": self.document.cache,
+            "positions": self.accepted,
+            "frames": dict(self.frames),
+            "received_bytes": self.received_bytes,
+            "state_bytes": self.state_bytes,
+        }
+
+    def check(self, frame: Frame) -> None:
+        """Whether the frame agrees with the session's terms; its place in the order is not looked at here.
+
+        Raises:
+            BadFrameError: length, phase, dtype or cache mode is wrong.
+            CacheMissError: it is meant for another start layer.
+        """
+        document = self.document
+        if frame.start_layer != document.hop.layers.start:
+            raise CacheMissError(
+                f"the session was opened from layer {document.hop.layers.start}, the frame enters at "
+                f"{frame.start_layer}",
+                reason=MissReason.RANGE_MISMATCH,
+            )
+        if frame.cache != document.cache:
+            opened = "on" if document.cache else "off"
+            raise BadFrameError(f"the session was opened with cache {opened}; its frames must say the same")
+        if frame.seq_len < 1 or frame.deadline_ms < 1:
+            raise BadFrameError("sequence length and deadline must be at least 1")
+        if frame.position + frame.seq_len > document.expected_length:
+            raise BadFrameError(
+                f"the frame ends at position {frame.position + frame.seq_len}, the session was opened for "
+                f"{document.expected_length}"
+            )
+        self._check_phase(frame)
+        width = TOKEN_ID_BYTES
+        if document.hop_index > 0:
+            width = document.hidden_size * dtype_bytes(document.wire_dtype)
+        if len(frame.body) != frame.seq_len * width:
+            what = "int32 token ids" if document.hop_index == 0 else f"{document.wire_dtype} hidden states"
+            raise BadFrameError(
+                f"a body of {frame.seq_len} positions of {what} is {frame.seq_len * width} bytes, not {len(frame.body)}"
+            )
+        if document.hop_index == 0:
+            self._check_token_ids(frame.body)
+
+    def _check_token_ids(self, body: bytes | bytearray | memoryview) -> None:
+        ids = struct.unpack(f"<{len(body) // TOKEN_ID_BYTES}i", body)
+        vocabulary = self.shard.backend.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise BadFrameError(f"token id {wrong} lies outside the vocabulary of {vocabulary}")
+
+    def _check_phase(self, frame: Frame) -> None:
+        if frame.phase is Phase.VERIFY:
+            raise BadFrameError("this node does not speak verify frames")
+        if not frame.cache:
+            if frame.phase is not Phase.PREFILL or frame.position != 0 or frame.sample != 1:
+                raise BadFrameError(
+                    "with the cache off every frame is a whole sequence: phase prefill, position 0, sample 1"
+                )
+            return
+        if frame.phase is Phase.DECODE:
+            if frame.seq_len != 1 or frame.sample != 1:
+                raise BadFrameError("a decode frame carries one position and samples after it")
+            if frame.position < self.document.prefill_length:
+                raise BadFrameError(
+                    f"a decode frame at position {frame.position}, inside the {self.document.prefill_length} "
+                    "positions to prefill"
+                )
+            return
+        end = frame.position + frame.seq_len
+        if frame.seq_len > MAX_CHUNK:
+            raise BadFrameError(f"a prefill chunk carries at most {MAX_CHUNK} positions, not {frame.seq_len}")
+        if end > self.document.prefill_length:
+            raise BadFrameError(
+                f"a prefill chunk ends at position {end}, beyond the {self.document.prefill_length} to prefill"
+            )
+        if frame.sample != int(end == self.document.prefill_length):
+            raise BadFrameError("the last prefill chunk samples after its last position, the others do not sample")
