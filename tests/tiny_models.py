@@ -21,7 +21,7 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 512,
-    "initializer_range": 0.3,
+    "initializer_range": 0.2,
     "pad_token_id": None,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -57,7 +57,7 @@ class StoredTensor:
             InvalidInputError: if the file ends before the tensor does.
         """
         raw = torch.empty(self.nbytes, dtype=torch.uint8)
-        view = memoryview(raw.numpy())
+        view = raw.numpy().data
         with self.path.open("rb", buffering=0) as file:
             done = 0
             while done < self.nbytes:

@@ -105,8 +105,8 @@ def family_of(config: PreTrainedConfig) -> Family:
     for rope in _rope_parameters(config):
         if rope.get("rope_type", rope.get("type")) == "dynamic":
             raise UnsupportedModelError(
-                f"this {config.model_type} checkpoint uses dynamic rope scaling, whose frequencies depend on what other "
-                "sessions ran before; set rope_type to yarn or linear where the model allows it"
+                f"this {config.model_type} checkpoint uses dynamic rope scaling, whose frequencies depend on what "
+                "other sessions ran before; set rope_type to yarn or linear where the model allows it"
             )
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(

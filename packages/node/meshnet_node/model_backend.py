@@ -94,8 +94,10 @@ class ShardBackend(Protocol):
         device: torch's name for it.
         model_type: transformers' name of the family.
         weight_bytes: bytes of weights and buffers held.
+        batch_limit: how many frames :meth:`forward` gains by being given at once; 1 where it runs them one by one.
     """
 
+    batch_limit: int
     layers: LayerRange
     num_layers: int
     hidden_size: int
@@ -105,6 +107,7 @@ class ShardBackend(Protocol):
     device: str
     model_type: str
     weight_bytes: int
+    batch_limit: int
 
     def new_state(self, start: int) -> SessionState:
         """Empty state for layers ``start`` to the shard's end.
@@ -151,6 +154,8 @@ class TorchModelShard:
         family: its entry in the registry.
     """
 
+    batch_limit: int = 1
+
     def __init__(self, model: PreTrainedModel, layers: LayerRange, family: Family) -> None:
         config = model.config
         self.layers = layers
@@ -165,6 +170,7 @@ class TorchModelShard:
         self.dtype = dtype_name(model.dtype)
         self.device = str(model.device)
         self.weight_bytes = _weight_bytes(model)
+        self.batch_limit = 1
         self._model = model
         self._family = family
         self._views: dict[int, LayerView] = {}
@@ -326,4 +332,4 @@ def _to_wire(hidden: torch.Tensor, dtype: torch.dtype) -> memoryview:
     sent = hidden.to(dtype)
     if dtype is torch.float16 and hidden.dtype is not torch.float16 and not bool(torch.isfinite(sent).all()):
         raise HopFailedError("hidden states overflow float16 on the wire; open the session with bfloat16 or float32")
-    return memoryview(sent.cpu().contiguous().view(torch.uint8).numpy()).cast("B")
+    return sent.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from transformers import Cache
+from transformers import DynamicCache
 
 from meshnet_core.layer_range import LayerRange
 
@@ -30,7 +30,7 @@ class SessionState:
 
     __slots__ = ("_nbytes", "cache", "layers", "position", "spoiled")
 
-    def __init__(self, layers: LayerRange, cache: Cache) -> None:
+    def __init__(self, layers: LayerRange, cache: DynamicCache) -> None:
         self.layers = layers
         self.position = 0
         self.cache = cache

@@ -29,8 +29,8 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import ContextManagers
 from transformers.utils import logging as transformers_logging
+from transformers.utils.generic import ContextManagers
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from meshnet_core.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
@@ -102,7 +102,7 @@ def load_shard(
     if layers.start > 0:
         base: Any = model.base_model
         base.embed_tokens = nn.Identity()  # a tied tail's matrix lives on in its output projection
-    model.eval().requires_grad_(requires_grad=False)
+    model.train(mode=False).requires_grad_(requires_grad=False)
     return TorchModelShard(model, layers, family)
 
 
@@ -121,7 +121,7 @@ def _fill(
     model: PreTrainedModel, checkpoint: CheckpointReader, device: torch.device, layers: LayerRange, progress: Progress
 ) -> None:
     """Read the tensors that ``model`` still has on the meta device, layer by layer, and make its buffers."""
-    conversions = get_model_conversion_mapping(model)
+    conversions: list[Any] = get_model_conversion_mapping(model)
     wanted = _wanted(model, checkpoint, conversions)
     counter = _ByteCounter(sum(stored.nbytes for group in wanted for stored in group), progress)
     load_config = LoadStateDictConfig(
@@ -194,10 +194,11 @@ class _ByteCounter:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' own progress bars, of which there would be one for each layer."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    bars: Any = transformers_logging  # untyped
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()
+            bars.enable_progress_bar()
