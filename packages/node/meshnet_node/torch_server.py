@@ -86,13 +86,9 @@ def create_app(
     return app
 
 
-async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Listen, and return what ``await runner.cleanup()`` stops, with the port (the one found, where 0 was asked for).
-
-    Raises:
-        InvalidInputError: the port is taken, or the address is not this machine's.
-    """
-    runner = web.AppRunner(
+def runner_for(app: web.Application) -> web.AppRunner:
+    """What serves the application, for whoever brings the socket; :func:`serve` is the same with one of its own."""
+    return web.AppRunner(
         app,
         access_log=None,
         handler_cancellation=False,  # the module's docstring says why
@@ -101,6 +97,15 @@ async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunn
         auto_decompress=False,
         logger=_connection_log,
     )
+
+
+async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, int]:
+    """Listen, and return what ``await runner.cleanup()`` stops, with the port (the one found, where 0 was asked for).
+
+    Raises:
+        InvalidInputError: the port is taken, or the address is not this machine's.
+    """
+    runner = runner_for(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
