@@ -7,7 +7,8 @@
     |-- ModelNotFoundError         404 model_not_found       no such model on disk or in the mesh
     |-- LayersUnavailableError     503 layers_unavailable    no nodes cover the layers named
     |-- TrackerUnreachableError    503 tracker_unreachable   no tracker answers
-    |-- UnknownNodeError           404 unknown_node          a heartbeat from a node whose lease is gone
+    |-- UnknownNodeError           404 unknown_node          a leave for a node that is not registered
+    |-- DirectoryFullError         503 directory_full        a tracker that holds as many nodes as it may
     `-- HopError                                             said by, or about, one hop of a route
         |-- BadFrameError          400 bad_frame
         |-- UnauthorizedError      401 unauthorized
@@ -106,6 +107,11 @@ class TrackerUnreachableError(MeshnetError):
 class UnknownNodeError(MeshnetError):
     code = "unknown_node"
     http_status = 404
+
+
+class DirectoryFullError(MeshnetError):
+    code = "directory_full"
+    http_status = 503
 
 
 class HopError(MeshnetError):

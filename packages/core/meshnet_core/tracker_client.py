@@ -1,0 +1,155 @@
+"""The tracker as nodes and gateways see it: an asynchronous client of its HTTP API.
+
+The only place where what goes wrong on the way to a tracker becomes an error of our tree. Knows no lease and no retry
+over time; who keeps a node registered is `meshnet_node.registration`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+
+from meshnet_core.errors import InvalidInputError, TrackerUnreachableError, error_from_wire
+from meshnet_core.membership import NodeInfo, Snapshot
+from meshnet_core.route import Route
+
+_REMEDY = "start one with `meshnet tracker`, or give the address of yours with --tracker"
+
+
+class TrackerClient:
+    """Talks to one tracker; made outside or inside an event loop, used inside one, closed by :meth:`close`.
+
+    Args:
+        url: the tracker's, such as ``http://10.0.0.5:7400``.
+        timeout_s: seconds for one call, from dialling to the last byte.
+
+    Raises:
+        InvalidInputError: if ``url`` is none.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
+        if not url.startswith(("http://", "https://")) or not url.partition("://")[2].strip("/"):
+            raise InvalidInputError(f"a tracker's address is a URL such as http://127.0.0.1:7400, not {url!r}")
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def heartbeat(self, info: NodeInfo) -> float:
+        """Announce a node, for the first time or again.
+
+        Returns:
+            Seconds until the tracker forgets it unless it is announced again.
+
+        Raises:
+            TrackerUnreachableError: nothing that is a tracker answers in time.
+            MeshnetError: what the tracker refused with.
+        """
+        reply = await self._call("PUT", f"/v1/nodes/{quote(info.node_id, safe='')}", info.to_wire())
+        lease = reply.get("lease_s")
+        if not isinstance(lease, int | float) or not math.isfinite(lease) or lease <= 0:
+            raise self._no_tracker(f"it granted a lease of {lease!r} s")
+        return float(lease)
+
+    async def leave(self, node_id: str, *, boot: str | None = None) -> None:
+        """Take a node out of the directory; with ``boot`` only if that start of it is the one registered.
+
+        Raises:
+            UnknownNodeError: no such node, or another start of it, is registered.
+            TrackerUnreachableError: as :meth:`heartbeat`.
+        """
+        await self._call("DELETE", f"/v1/nodes/{quote(node_id, safe='')}", params={"boot": boot} if boot else None)
+
+    async def snapshot(self) -> Snapshot:
+        """All nodes that the tracker knows now.
+
+        Raises:
+            TrackerUnreachableError: as :meth:`heartbeat`.
+        """
+        reply = await self._call("GET", "/v1/snapshot")
+        try:
+            return Snapshot.from_wire(reply)
+        except InvalidInputError as error:
+            raise self._no_tracker(error.message) from error
+
+    async def route(
+        self, model: str, excluded: frozenset[str] = frozenset(), *, fingerprint: str | None = None
+    ) -> Route:
+        """A route planned by the tracker, as `planning.plan_route` tells.
+
+        Raises:
+            ModelNotFoundError: no node serves ``model``.
+            LayersUnavailableError: some layers are served by no usable node.
+            TrackerUnreachableError: as :meth:`heartbeat`.
+        """
+        request: dict[str, Any] = {"model": model, "excluded": sorted(excluded)}
+        if fingerprint is not None:
+            request["fingerprint"] = fingerprint
+        reply = await self._call("POST", "/v1/route", request)
+        try:
+            return Route.from_wire(reply)
+        except InvalidInputError as error:
+            raise self._no_tracker(error.message) from error
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _call(
+        self, method: str, path: str, document: dict[str, Any] | None = None, params: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        try:
+            status, text = await self._exchange(method, path, document, params)
+        except TimeoutError as error:
+            raise TrackerUnreachableError(
+                f"the tracker at {self.url} gave no answer within {self._timeout_s:g} s; {_REMEDY}"
+            ) from error
+        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
+            raise TrackerUnreachableError(f"no tracker answers at {self.url} ({_cause(error)}); {_REMEDY}") from error
+        try:
+            reply = json.loads(text)
+        except (ValueError, RecursionError):
+            reply = None
+        if not isinstance(reply, dict):
+            raise self._no_tracker(f"status {status}, {text[:80]!r}")
+        if status == 200:
+            return reply
+        body = reply.get("error")
+        if not isinstance(body, dict) or "code" not in body:
+            raise self._no_tracker(f"status {status}, {text[:80]!r}")
+        raise error_from_wire(reply, fallback=text)
+
+    async def _exchange(self, *request: Any) -> tuple[int, str]:
+        try:
+            return await self._exchange_once(*request)
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            # A kept-alive connection that a restarted tracker no longer knows. Every call may be repeated.
+            return await self._exchange_once(*request)
+
+    async def _exchange_once(
+        self, method: str, path: str, document: dict[str, Any] | None, params: dict[str, str] | None
+    ) -> tuple[int, str]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s))
+        async with self._session.request(
+            method, self.url + path, json=document, params=params, allow_redirects=False
+        ) as response:
+            return response.status, await response.text()
+
+    def _no_tracker(self, seen: str) -> TrackerUnreachableError:
+        return TrackerUnreachableError(f"what answers at {self.url} is no meshnet tracker: {seen}; {_REMEDY}")
+
+
+def _cause(error: Exception) -> str:
+    """The system's own words, such as "Connection refused", without the library's wrapping."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(error)

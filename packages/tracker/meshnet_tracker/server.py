@@ -1,0 +1,188 @@
+"""The tracker's HTTP API over a `Directory`, as an aiohttp application; docs/tracker-api.md describes it.
+
+Checks and answers requests. Knows no lease and chooses no route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from meshnet_core import __version__
+from meshnet_core.errors import InvalidInputError, MeshnetError, TooLargeError
+from meshnet_core.ids import check_id
+from meshnet_core.membership import NodeInfo
+from meshnet_tracker.directory import Directory, DirectoryEvent, Expired
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+MAX_BODY = 256 * 1024  # bytes: an announcement of some eight hundred shards
+MAX_NAME = 256  # characters of a model's name or fingerprint in a request
+
+logger = logging.getLogger(__name__)
+
+
+class TrackerMetrics:
+    """What the tracker counts, in a registry of its own so that several trackers can live in one process."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.registry = CollectorRegistry()
+        nodes = Gauge("meshnet_tracker_nodes", "Nodes with a running lease.", registry=self.registry)
+        nodes.set_function(lambda: len(directory.snapshot().nodes))
+        self.leases_expired = Counter(
+            "meshnet_tracker_leases_expired", "Nodes dropped because they fell silent.", registry=self.registry
+        )
+        self.routes_planned = Counter("meshnet_tracker_routes_planned", "Routes given out.", registry=self.registry)
+        self.refusals = Counter(
+            "meshnet_tracker_refusals", "Requests refused, by error code.", ["code"], registry=self.registry
+        )
+        directory.subscribe(self._count)
+
+    def _count(self, event: DirectoryEvent) -> None:
+        if isinstance(event, Expired):
+            self.leases_expired.inc()
+
+
+def create_app(directory: Directory) -> web.Application:
+    """The application; it logs the directory's events, and sweeps out dead nodes while it runs."""
+    metrics = TrackerMetrics(directory)
+    directory.subscribe(lambda event: logger.info("%s", event))
+    app = web.Application(middlewares=[_refusals_as_json(metrics)], client_max_size=MAX_BODY)
+    app.cleanup_ctx.append(_sweeper(directory))
+
+    async def announce(request: web.Request) -> web.Response:
+        _query(request)
+        node_id = check_id(request.match_info["node_id"], "node id")
+        node = NodeInfo.from_wire(await _json(request))
+        if node.node_id != node_id:
+            raise InvalidInputError(f"the path names node {node_id}, but its announcement node {node.node_id}")
+        return web.json_response({"lease_s": directory.announce(node)})
+
+    async def leave(request: web.Request) -> web.Response:
+        boot = _query(request, "boot").get("boot")
+        directory.leave(check_id(request.match_info["node_id"], "node id"), boot)
+        return web.json_response({})
+
+    async def snapshot(request: web.Request) -> web.Response:
+        _query(request)
+        return web.json_response(directory.snapshot().to_wire())
+
+    async def route(request: web.Request) -> web.Response:
+        _query(request)
+        planned = directory.plan(*_route_request(await _json(request)))
+        metrics.routes_planned.inc()
+        return web.json_response(planned.to_wire())
+
+    async def healthz(request: web.Request) -> web.Response:
+        _query(request)
+        return web.json_response({"status": "ok", "version": __version__, "nodes": len(directory.snapshot().nodes)})
+
+    async def exposition(request: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(metrics.registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    app.add_routes(
+        [
+            web.put("/v1/nodes/{node_id}", announce),
+            web.delete("/v1/nodes/{node_id}", leave),
+            web.get("/v1/snapshot", snapshot),
+            web.post("/v1/route", route),
+            web.get("/healthz", healthz),
+            web.get("/metrics", exposition),
+        ]
+    )
+    return app
+
+
+def _sweeper(directory: Directory) -> Any:
+    """Notices dead nodes, and says so in the log, even while nobody asks."""
+
+    async def sweep() -> None:
+        while True:
+            await asyncio.sleep(directory.lease_s / 3)
+            directory.expire()
+
+    async def running(_: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(sweep())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    return running
+
+
+def _refusals_as_json(metrics: TrackerMetrics) -> Any:
+    """Answers every error in one form, whoever raised it, and counts it."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            response: web.StreamResponse = await handler(request)
+        except MeshnetError as error:
+            return refuse(error, error.http_status)
+        except web.HTTPRequestEntityTooLarge:
+            too_large = TooLargeError(f"the body is larger than the {MAX_BODY} bytes that this tracker reads")
+            return refuse(too_large, too_large.http_status)
+        except web.HTTPException as error:  # no such path, or no such method there
+            reason = InvalidInputError(
+                f"{request.method} {request.path[:200]}: {error.reason}; see docs/tracker-api.md"
+            )
+            return refuse(reason, error.status, error.headers.get("Allow"))
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            return refuse(MeshnetError("the tracker failed; its log says why"), MeshnetError.http_status)
+        return response
+
+    def refuse(error: MeshnetError, status: int, allow: str | None = None) -> web.Response:
+        metrics.refusals.labels(error.code).inc()
+        return web.json_response(error.to_wire(), status=status, headers={"Allow": allow} if allow else None)
+
+    return middleware
+
+
+def _query(request: web.Request, *known: str) -> dict[str, str]:
+    """The query's parameters, each given at most once and none unknown."""
+    given = list(request.query.items())
+    if unknown := {name for name, _ in given} - set(known):
+        raise InvalidInputError(
+            f"unknown query parameters: {', '.join(sorted(unknown))[:200]}; known here: {', '.join(known) or 'none'}"
+        )
+    if len(dict(given)) < len(given):
+        raise InvalidInputError("a query parameter is given twice")
+    return dict(given)
+
+
+async def _json(request: web.Request) -> Any:
+    body = await request.read()
+    try:
+        return json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"the body is not JSON: {error}") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _route_request(document: Any) -> tuple[str, frozenset[str], str | None]:
+    if not isinstance(document, dict):
+        raise InvalidInputError('a request for a route is a JSON object such as {"model": "smollm2", "excluded": []}')
+    if unknown := set(document) - {"model", "excluded", "fingerprint"}:
+        raise InvalidInputError(f"unknown fields in the request for a route: {', '.join(sorted(unknown))[:200]}")
+    model, fingerprint, excluded = document.get("model"), document.get("fingerprint"), document.get("excluded", [])
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_NAME:
+        raise InvalidInputError(f"model must be a name of 1 to {MAX_NAME} characters, not {str(model)[:80]!r}")
+    if fingerprint is not None and (not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= MAX_NAME):
+        raise InvalidInputError(f"fingerprint must be text or left out, not {str(fingerprint)[:80]!r}")
+    if not isinstance(excluded, list):
+        raise InvalidInputError(f"excluded must be a list of node ids, not {str(excluded)[:80]!r}")
+    return model, frozenset(check_id(node_id, "an excluded node's id") for node_id in excluded), fingerprint
