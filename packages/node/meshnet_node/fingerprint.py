@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 SAMPLES, SAMPLE_BYTES = 16, 4096
 # Written by the library that saved the config, not part of what the model computes.
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
-_CHUNK = 1 << 20
 
 
 def folder_fingerprint(config: Mapping[str, Any], files: Iterable[Path]) -> str:
@@ -33,13 +32,13 @@ def folder_fingerprint(config: Mapping[str, Any], files: Iterable[Path]) -> str:
     Raises:
         InvalidInputError: a file that is not a whole safetensors file.
     """
-    digest = _started("safetensors", config)
+    digest = _Digest("safetensors", config)
     for path in sorted(files, key=lambda file: file.name):
         header = read_header(path)
         rows = sorted([entry.name, entry.dtype, list(entry.shape)] for entry in header.tensors.values())
-        _add(digest, json.dumps(rows).encode())
+        digest.add(json.dumps(rows).encode())
         for block in _samples(path, header.data_start):
-            _add(digest, block)
+            digest.add(block)
     return digest.hexdigest()
 
 
@@ -50,14 +49,11 @@ def gguf_fingerprint(path: Path, data_start: int) -> str:
         path: the file.
         data_start: bytes of its head, as :func:`meshnet_node.gguf_header.read_gguf_header` tells.
     """
-    digest = _started("gguf", {})
+    digest = _Digest("gguf", {})
     with path.open("rb") as file:
-        left = data_start
-        while chunk := file.read(min(_CHUNK, left)):
-            digest.update(chunk)
-            left -= len(chunk)
+        digest.add(file.read(data_start))  # a few MB, most of it the vocabulary
     for block in _samples(path, data_start):
-        _add(digest, block)
+        digest.add(block)
     return digest.hexdigest()
 
 
@@ -66,22 +62,25 @@ def hub_fingerprint(config: Mapping[str, Any], files: Mapping[str, str]) -> str:
 
     Needs no weight on this machine, so that a node with a few of the files agrees with one that has others.
     """
-    digest = _started("hub", config)
-    _add(digest, json.dumps(sorted(files.items())).encode())
+    digest = _Digest("hub", config)
+    digest.add(json.dumps(sorted(files.items())).encode())
     return digest.hexdigest()
 
 
-def _started(kind: str, config: Mapping[str, Any]) -> Any:
-    digest = hashlib.sha256(f"meshnet fingerprint 1 {kind}\n".encode())
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE}
-    _add(digest, json.dumps(kept, sort_keys=True, separators=(",", ":")).encode())
-    return digest
+class _Digest:
+    """A sha256 over parts, each behind its length, so that two ways to cut the same bytes into parts differ."""
 
+    def __init__(self, kind: str, config: Mapping[str, Any]) -> None:
+        self._sha = hashlib.sha256(f"meshnet fingerprint 1 {kind}\n".encode())
+        kept = {key: value for key, value in config.items() if key not in _VOLATILE}
+        self.add(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode())
 
-def _add(digest: Any, part: bytes) -> None:
-    """Length first, so that two ways to cut the same bytes into parts differ."""
-    digest.update(len(part).to_bytes(8, "little"))
-    digest.update(part)
+    def add(self, part: bytes) -> None:
+        self._sha.update(len(part).to_bytes(8, "little"))
+        self._sha.update(part)
+
+    def hexdigest(self) -> str:
+        return self._sha.hexdigest()
 
 
 def _samples(path: Path, start: int) -> Iterator[bytes]:

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from meshnet_core.errors import InvalidInputError, UnsupportedModelError
 from meshnet_node.fingerprint import gguf_fingerprint
 from meshnet_node.gguf_header import read_gguf_header
+from meshnet_node.gguf_values import GgufValues
 from meshnet_node.tensor_index import encode_header, read_header, tensor_bytes
 from meshnet_node.text_files import read_text_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from meshnet_core.layer_range import LayerRange
     from meshnet_node.gguf_tensor_map import TensorPlan
@@ -92,7 +93,7 @@ class GgufConversion:
             A folder of ``config.json`` and safetensors files; it may hold other layers too.
 
         Raises:
-            UnsupportedModelError: see :func:`meshnet_node.gguf_tensor_map.plan_tensors`; or values that float16 cannot hold.
+            UnsupportedModelError: see :func:`meshnet_node.gguf_tensor_map.plan_tensors`; or values beyond float16.
             InvalidInputError: an unknown dtype, or no room in the cache folder.
         """
         check_dtype(dtype)
@@ -102,12 +103,13 @@ class GgufConversion:
         if missing or not (folder / "config.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
             _remove_stale(folder)
-            self._convert(folder, missing, dtype, progress)
             self._copy_config(folder, dtype)
+            if missing:
+                self._convert(folder, missing, dtype, progress)
         return folder
 
     def _parts(self, layers: LayerRange) -> list[str]:
-        last = layers.stop == self.config["num_hidden_layers"]
+        last = layers.stop == self.config.get("num_hidden_layers", self.config.get("n_layer"))
         parts = [f"layer-{layer:05d}" for layer in range(layers.start, layers.stop)]
         if layers.start == 0 or (last and self.config.get("tie_word_embeddings")):
             parts.insert(0, "embed")
@@ -126,31 +128,30 @@ class GgufConversion:
             return False
 
     def _convert(self, folder: Path, parts: list[str], dtype: str, progress: Progress | None) -> None:
-        from meshnet_node.gguf_tensor_map import TensorReader, plan_tensors  # noqa: PLC0415  torch, only when needed
+        from transformers import AutoConfig  # noqa: PLC0415  slow to import, only when something is converted
 
-        if not parts:
-            return
-        plans = plan_tensors(self.header, self._model_config())
+        from meshnet_node.gguf_tensor_map import plan_tensors  # noqa: PLC0415  imports torch
+
+        config = AutoConfig.from_pretrained(self._text, local_files_only=True, trust_remote_code=False)
+        plans = plan_tensors(self.header, config)
         _check_room(folder, sum(tensor_bytes(DTYPES[dtype], plan.shape) for part in parts for plan in plans[part]))
         total = sum(plan.source_bytes for part in parts for plan in plans[part])
         done = 0
-        with TensorReader(self.path) as reader:
+
+        def count(source_bytes: int) -> None:
+            nonlocal done
+            done += source_bytes
+            if progress is not None:
+                progress(f"converting {self.path.name} ({dtype})", done, total)
+
+        count(0)
+        with GgufValues(self.path) as values:
             for part in parts:
                 target = folder / f"{part}.safetensors"
-                label = f"converting {self.path.name}: {part}"
-                if progress is not None:
-                    progress(label, done, total)
-                # another process may have come this far meanwhile
-                if not self._is_whole(target, part, dtype):
-                    _write_part(target, plans[part], reader, dtype, self._stamp(part, dtype))
-                done += sum(plan.source_bytes for plan in plans[part])
-            if progress is not None:
-                progress(f"converted {self.path.name}", done, total)
-
-    def _model_config(self) -> Any:
-        from transformers import AutoConfig  # noqa: PLC0415  slow to import, only when needed
-
-        return AutoConfig.from_pretrained(self._text, local_files_only=True, trust_remote_code=False)
+                if self._is_whole(target, part, dtype):  # another process came this far meanwhile
+                    count(sum(plan.source_bytes for plan in plans[part]))
+                else:
+                    _write_part(target, plans[part], values, dtype, self._stamp(part, dtype), count)
 
     def _copy_config(self, folder: Path, dtype: str) -> None:
         for name in ("config.json", "generation_config.json"):
@@ -188,7 +189,14 @@ def check_dtype(dtype: str) -> None:
         raise InvalidInputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
 
 
-def _write_part(target: Path, plans: list[TensorPlan], reader: Any, dtype: str, stamp: dict[str, str]) -> None:
+def _write_part(
+    target: Path,
+    plans: list[TensorPlan],
+    source: GgufValues,
+    dtype: str,
+    stamp: dict[str, str],
+    on_bytes: Callable[[int], None],
+) -> None:
     import torch  # noqa: PLC0415  only when something is converted
 
     code, kind = DTYPES[dtype], getattr(torch, dtype)
@@ -196,16 +204,15 @@ def _write_part(target: Path, plans: list[TensorPlan], reader: Any, dtype: str, 
         file.write(encode_header([(plan.name, code, plan.shape) for plan in plans], stamp))
         for plan in plans:
             end = file.tell() + tensor_bytes(code, plan.shape)
-            for values in reader.values(plan):
+            for values in plan.values(source):
                 # rounded by torch, as transformers does after de-quantising
                 block = torch.from_numpy(values).to(kind).contiguous()
                 if kind is torch.float16 and not bool(block.isfinite().all()):
-                    raise UnsupportedModelError(
-                        f"{plan.name} has values beyond float16's range; use bfloat16 or float32"
-                    )
+                    raise UnsupportedModelError(f"{plan.name} has values beyond float16; use bfloat16 or float32")
                 file.write(block.view(-1).view(torch.uint8).numpy().data)
             if file.tell() != end:
                 raise UnsupportedModelError(f"{plan.name} came out {end - file.tell()} bytes short of {plan.shape}")
+            on_bytes(plan.source_bytes)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
 from meshnet_core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class _Cursor:
             raise ValueError(f"an array of strings runs {at - size} bytes past the end of the file")
         self.at = at
 
-    def value(self) -> Any:
+    def value(self) -> object:
         (kind,) = self.numbers("I")
         if kind in _SCALARS:
             return self.numbers(_SCALARS[kind])[0]
@@ -132,7 +133,7 @@ def _parse(cursor: _Cursor, size: int) -> GgufHeader:
         key = cursor.string()
         metadata[key] = cursor.value()
     if not isinstance(metadata.get("general.architecture"), str):
-        raise ValueError("its metadata names no general.architecture")
+        raise ValueError("its metadata names no general.architecture")  # noqa: TRY004  the file is wrong
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise ValueError(f"alignment {alignment!r} is not a power of two")

@@ -170,7 +170,7 @@ class _Folder:
 
     folder: Path
 
-    def prepare(self, layers: LayerRange, *, dtype: str, progress: Progress | None = None) -> Path:  # noqa: ARG002
+    def prepare(self, layers: LayerRange, *, dtype: str, progress: Progress | None = None) -> Path:
         return self.folder
 
     def text_files(self) -> dict[str, bytes]:
@@ -200,8 +200,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _pickled(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{what} is a pickle, which can run any code when it is read; convert it to safetensors first, for example with "
-        f"save_pretrained() where you trust it"
+        f"{what} is a pickle, which can run any code when it is read; convert it to safetensors first, where you "
+        f"trust it, for example with save_pretrained()"
     )
 
 

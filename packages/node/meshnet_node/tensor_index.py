@@ -10,7 +10,7 @@ import json
 import struct
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from meshnet_core.errors import InvalidInputError
 
@@ -67,7 +67,7 @@ def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
 
 
 def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The head of a file that holds ``(name, dtype, shape)`` in this order, padded to eight bytes as the format asks."""
+    """The head of a file that holds ``(name, dtype, shape)`` in this order, padded to a multiple of eight bytes."""
     document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, dtype, shape in tensors:
@@ -119,14 +119,14 @@ def _entry(name: str, row: object, data_start: int) -> TensorEntry:
     if not isinstance(row, dict):
         raise ValueError(f"tensor {name!r} is described by {row!r}")  # noqa: TRY004
     dtype, shape, offsets = row.get("dtype"), row.get("shape"), row.get("data_offsets")
-    if not isinstance(dtype, str) or not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
+    if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {name!r} lacks a dtype, a shape or two data_offsets")
     if offsets[1] - offsets[0] != (expected := tensor_bytes(dtype, shape)):
         raise ValueError(f"tensor {name!r} has {offsets[1] - offsets[0]} bytes where {dtype} {shape} takes {expected}")
     return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
-def _counts(value: Any) -> bool:
+def _is_counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
