@@ -1,1 +1,1 @@
-"""The composition root: the command line, which alone knows all the other packages."""
+"""The composition root: the only package that knows all the others. Importing it imports no torch."""

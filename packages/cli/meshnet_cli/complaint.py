@@ -1,0 +1,77 @@
+"""How the command line shows what went wrong: one or two lines with the remedy, and an exit code. Never a traceback,
+unless MESHNET_DEBUG=1 asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, cast
+
+import typer
+
+from meshnet_core.errors import (
+    InvalidInputError,
+    MeshnetError,
+    ModelNotFoundError,
+    RequestRefusedError,
+    UnsupportedModelError,
+)
+
+FAILURE = 1
+BAD_INPUT = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_INPUT_ERRORS = (InvalidInputError, RequestRefusedError, ModelNotFoundError, UnsupportedModelError)
+
+
+class CommandFailedError(MeshnetError):
+    """A command could not do its work on this machine. Said to the person who typed it; never travels."""
+
+
+# Typer re-exports only this leaf of click's tree of usage errors; the root is the same in all versions.
+_UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])
+
+
+def run(command: Any, arguments: list[str] | None = None) -> int:
+    """Run a typer command; returns the exit code, having shown on stderr what went wrong."""
+    try:
+        code = command.main(args=arguments, prog_name="meshnet", standalone_mode=False)
+    except _UsageError as error:
+        return _show_usage(error)
+    except MeshnetError as error:
+        if debugging():
+            raise
+        say(error.message)
+        return exit_code(error)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:
+        if debugging():
+            raise
+        say(f"unexpected {type(error).__name__}: {error}\nThis is a bug; MESHNET_DEBUG=1 shows where it happened.")
+        return FAILURE
+    return code if isinstance(code, int) else 0
+
+
+def exit_code(error: MeshnetError) -> int:
+    """2 for what the caller could have typed right, 1 for the rest."""
+    return BAD_INPUT if isinstance(error, _INPUT_ERRORS) else FAILURE
+
+
+def say(message: str) -> None:
+    """Show one message on stderr."""
+    sys.stderr.write(f"meshnet: {message.rstrip()}\n")
+    sys.stderr.flush()
+
+
+def debugging() -> bool:
+    return os.environ.get("MESHNET_DEBUG", "") not in {"", "0"}
+
+
+def _show_usage(error: Any) -> int:
+    message = error.format_message()
+    if not message:  # bare `meshnet`: the help has been printed
+        return int(error.exit_code)
+    command = error.ctx.command_path if error.ctx is not None else "meshnet"
+    sys.stderr.write(f"{command}: {message}\nTry: {command} --help\n")
+    return BAD_INPUT

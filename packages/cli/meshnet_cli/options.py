@@ -1,0 +1,50 @@
+"""Options that more than one subcommand has, so that they read the same everywhere."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Any
+
+import typer
+
+DEFAULT_TRACKER_PORT = 7400
+FIRST_NODE_PORT = 7410
+DEFAULT_GATEWAY_PORT = 8000
+LOOPBACK = "127.0.0.1"
+
+
+class DtypeChoice(enum.StrEnum):
+    """What weights are held and multiplied in."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a GGUF file, a hub id, or smollm2 (the demo's).")
+]
+TrackerUrl = Annotated[
+    str, typer.Option("--tracker", metavar="URL", help="The tracker's address, such as http://10.0.0.5:7400.")
+]
+Host = Annotated[
+    str,
+    typer.Option("--host", help="Address to listen on. 0.0.0.0 lets other machines in: only on a network you trust."),
+]
+Dtype = Annotated[
+    DtypeChoice,
+    typer.Option("--dtype", help="What weights are held and computed in; auto is what suits the device and the model."),
+]
+Device = Annotated[
+    str, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps; auto takes a GPU where there is one.")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, metavar="N", help="CPU threads of a node. [default: what torch chooses]"),
+]
+
+
+def port(what: str) -> Any:
+    """A ``--port`` option for ``what``."""
+    return typer.Option("--port", min=0, max=65535, help=f"Port of {what}; 0 takes any free one.")

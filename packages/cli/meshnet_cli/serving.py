@@ -1,0 +1,172 @@
+"""Listening on a port and serving until told to stop: the part that tracker, node and gateway share."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from meshnet_cli.complaint import CommandFailedError
+from meshnet_core.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+    from fastapi import FastAPI
+
+BACKLOG = 512
+SHUTDOWN_S = 2.0  # for requests under way when a server stops
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_OUR_LOGGERS = ("meshnet", "meshnet_core", "meshnet_tracker", "meshnet_node", "meshnet_gateway", "meshnet_cli")
+_ANY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104 - told apart here, not listened on
+
+
+def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """A listening socket; taken at once, so that a port in use is known before a model is loaded for a minute.
+
+    Raises:
+        InvalidInputError: if ``host`` is no address of this machine, or the port is taken or not allowed; the message
+            names ``option``.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+    except socket.gaierror as error:
+        raise InvalidInputError(f"--host {host!r} cannot be resolved; give an address of this machine") from error
+    sock = socket.socket(family, kind)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise InvalidInputError(
+                f"port {port} on {host} is taken, perhaps by another meshnet; choose another with {option}, "
+                "or 0 for any free one"
+            ) from error
+        if error.errno == errno.EACCES:
+            raise InvalidInputError(f"port {port} needs rights that this user lacks; choose one above 1023") from error
+        raise InvalidInputError(
+            f"cannot listen on --host {host}: {error.strerror}; give an address of this machine"
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def listen_from(host: str, first_port: int, count: int = 100) -> socket.socket:
+    """A listening socket on the first free port of ``count`` from ``first_port`` on.
+
+    Raises:
+        InvalidInputError: if none is free, or as :func:`listen`.
+    """
+    for port in range(first_port, first_port + count - 1):
+        try:
+            return listen(host, port)
+        except InvalidInputError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+                raise
+    return listen(host, first_port + count - 1)
+
+
+def port_of(sock: socket.socket) -> int:
+    """The port that a socket got."""
+    return int(sock.getsockname()[1])
+
+
+def url_of(host: str, port: int) -> str:
+    """``http://host:port``, with the brackets that an IPv6 address needs."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def reachable_url(host: str, port: int, *, towards: str) -> str:
+    """Where others dial a server that listens on ``host``.
+
+    A server that listens on all addresses is dialled at the one from which this machine reaches ``towards``, a URL.
+    """
+    if host not in _ANY_ADDRESS:
+        return url_of(host, port)
+    target = urlsplit(towards)
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target.hostname or "localhost", target.port or 80))  # UDP: sends nothing, picks the address
+            return url_of(probe.getsockname()[0], port)
+    except OSError as error:
+        raise CommandFailedError(
+            f"cannot tell at which address others reach this machine ({error.strerror}); say it with --advertise URL"
+        ) from error
+
+
+def set_up_logging() -> None:
+    """Our own log from INFO on, other libraries' from WARNING on, to stderr; MESHNET_LOG sets our level.
+
+    Raises:
+        InvalidInputError: if MESHNET_LOG is no level.
+    """
+    level = os.environ.get("MESHNET_LOG", "INFO").upper()
+    if level not in _LEVELS:
+        raise InvalidInputError(f"MESHNET_LOG={level} is no level; write one of {', '.join(_LEVELS)}")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in _OUR_LOGGERS:
+        logging.getLogger(name).setLevel(level)
+
+
+def say_ready(url: str) -> None:
+    """The line that people and `meshnet up` wait for."""
+    print(f"ready {url}", flush=True)
+
+
+@asynccontextmanager
+async def serving_aiohttp(runner: web.AppRunner, sock: socket.socket) -> AsyncIterator[None]:
+    """Serve an aiohttp application on a listening socket while the block runs."""
+    from aiohttp import web
+
+    await runner.setup()
+    try:
+        await web.SockSite(runner, sock).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def serving_asgi(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
+    """Serve an ASGI app on a listening socket while the block runs."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # the command handles them; uvicorn's handlers would replace its own
+
+    server = Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(SHUTDOWN_S))
+    )
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        while not server.started:
+            if task.done():
+                task.result()
+                raise CommandFailedError("the HTTP server ended while starting")
+            await asyncio.sleep(0.01)
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def until_stopped() -> None:
+    """Wait for SIGINT or SIGTERM."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    await stopped.wait()

@@ -1,0 +1,33 @@
+"""`meshnet tracker`: who is where, in one process. Needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Annotated
+
+from meshnet_cli import lifeline, options, serving
+
+
+def tracker(
+    host: options.Host = options.LOOPBACK,
+    port: Annotated[int, options.port("the tracker")] = options.DEFAULT_TRACKER_PORT,
+) -> None:
+    """Keep the list of nodes, and give routes over them to gateways."""
+    lifeline.hold_on()
+    serving.set_up_logging()
+    sock = serving.listen(host, port)
+    asyncio.run(_serve(host, sock))
+
+
+async def _serve(host: str, sock: socket.socket) -> None:
+    from aiohttp import web
+
+    from meshnet_core.clock import SystemClock
+    from meshnet_tracker.directory import Directory
+    from meshnet_tracker.server import create_app
+
+    app = create_app(Directory(clock=SystemClock()))
+    async with serving.serving_aiohttp(web.AppRunner(app, access_log=None, shutdown_timeout=serving.SHUTDOWN_S), sock):
+        serving.say_ready(serving.url_of(host, serving.port_of(sock)))
+        await serving.until_stopped()
