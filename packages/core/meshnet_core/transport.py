@@ -16,8 +16,12 @@ class HopEndpoint(Protocol):
 
     async def forward(self, frame: Frame) -> FrameReply: ...
 
-    async def release(self, session: str) -> int:
-        """Free the session; idempotent. Returns how many of its entries were held (0 on a repeat)."""
+    async def release(self, session: str, through_epoch: int | None = None) -> int:
+        """Free the session; idempotent. Returns how many of its entries were held (0 on a repeat).
+
+        With ``through_epoch`` only epochs up to that one are over: a hop that a reroute left, or whose open was undone,
+        can still be opened for a newer one.
+        """
         ...
 
     async def probe(self, session: str | None) -> ProbeReply: ...
@@ -34,7 +38,7 @@ class HopTransport(Protocol):
 
     async def forward(self, url: str, frame: Frame) -> FrameReply: ...
 
-    async def release(self, url: str, session: str) -> int: ...
+    async def release(self, url: str, session: str, through_epoch: int | None = None) -> int: ...
 
     async def probe(self, url: str, session: str | None) -> ProbeReply: ...
 
@@ -57,8 +61,8 @@ class InProcessTransport:
     async def forward(self, url: str, frame: Frame) -> FrameReply:
         return await self._endpoint(url).forward(frame)
 
-    async def release(self, url: str, session: str) -> int:
-        return await self._endpoint(url).release(session)
+    async def release(self, url: str, session: str, through_epoch: int | None = None) -> int:
+        return await self._endpoint(url).release(session, through_epoch)
 
     async def probe(self, url: str, session: str | None) -> ProbeReply:
         return await self._endpoint(url).probe(session)

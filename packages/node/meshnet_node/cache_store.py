@@ -33,6 +33,7 @@ class Held(Protocol):
 
 
 H = TypeVar("H", bound=Held)
+_EVERY_EPOCH = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +189,14 @@ class CacheStore(Generic[H]):
         entry = self._entries.get(key)
         return entry is not None and entry.held is held and self.drop(key, reason)
 
-    def release(self, session: str) -> int:
-        """Free all entries of ``session``; idempotent. Returns how many there were."""
-        keys = [key for key in self._entries if key.session == session]
+    def release(self, session: str, through_epoch: int | None = None) -> int:
+        """Free the entries of ``session``, all of them or those up to an epoch; idempotent. Returns how many."""
+        last = _EVERY_EPOCH if through_epoch is None else through_epoch
+        keys = [key for key, entry in self._entries.items() if key.session == session and entry.epoch <= last]
         for key in keys:
             self.drop(key, MissReason.RELEASED)
         # For the session as a whole: an open or a frame for any hop of it may still be on its way here.
-        self._bury(_whole_session(session), MissReason.RELEASED, 0)
+        self._bury(_whole_session(session), MissReason.RELEASED, last)
         return len(keys)
 
     def sweep(self) -> int:
@@ -207,12 +209,11 @@ class CacheStore(Generic[H]):
 
     def _check_newer(self, key: SessionKey, epoch: int) -> None:
         reason, old_epoch = self._tombstone(key)
-        if reason is MissReason.RELEASED:
-            raise CacheMissError(f"session {key.session} was released; mint a new one", reason=reason)
         if epoch <= old_epoch:
+            over = "is over for good" if old_epoch == _EVERY_EPOCH else f"is over up to epoch {old_epoch}"
             raise CacheMissError(
-                f"epoch {epoch} of session {key.session} is over; open epoch {old_epoch + 1}",
-                reason=MissReason.EPOCH_STALE,
+                f"session {key.session} {over}, epoch {epoch} included",
+                reason=reason if reason is MissReason.RELEASED else MissReason.EPOCH_STALE,
             )
         entry = self._entries.get(key)
         if entry is not None and epoch <= entry.epoch:
@@ -259,8 +260,9 @@ class CacheStore(Generic[H]):
 
     def _tombstone(self, key: SessionKey) -> tuple[MissReason, int]:
         """Why ``key`` is not here, and up to which epoch it was."""
-        buried = self._tombstones.get(_whole_session(key.session)) or self._tombstones.get(key)
-        return buried or (MissReason.UNKNOWN_SESSION, -1)
+        buried = (self._tombstones.get(_whole_session(key.session)), self._tombstones.get(key))
+        known = [tombstone for tombstone in buried if tombstone is not None]
+        return max(known, key=lambda tombstone: tombstone[1], default=(MissReason.UNKNOWN_SESSION, -1))
 
     def _touch(self, key: SessionKey, entry: _Entry[H]) -> None:
         entry.used_at = self._clock.now()

@@ -130,12 +130,12 @@ class HopService:
                     error.position = session.accepted
                 raise
 
-    async def release(self, session: str) -> int:
+    async def release(self, session: str, through_epoch: int | None = None) -> int:
         """Free the session on every hop it has here; what runs of it stops between layers."""
         for held in self.store:
             if held.document.session == session:
                 self.recent.append(held.summary())
-        return self.store.release(session)
+        return self.store.release(session, through_epoch)
 
     async def probe(self, session: str | None) -> ProbeReply:
         """Alive, how busy, and how far the session is."""

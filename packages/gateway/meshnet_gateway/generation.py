@@ -1,0 +1,347 @@
+"""The generation loop: one session, from prompt token ids to the last token, across the hops of a route.
+
+Tokens are the truth here and caches are disposable: the loop holds prompt and answer, and any failure of a hop ends in
+a new epoch that prefills both again, as `recovery` decides. Knows no text and no HTTP.
+
+    start ── route ── open on every hop ── prefill in chunks, several in flight ── decode step ── ... ── release
+               ^                                                                      │
+               └───────────── a failure: next_action, next epoch ────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from meshnet_core.clock import Clock
+from meshnet_core.dtypes import wire_dtype
+from meshnet_core.errors import HopError, HopFailedError, MeshnetError, RequestRefusedError
+from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, Phase
+from meshnet_core.ids import mint_session_id
+from meshnet_core.open_document import OpenDocument
+from meshnet_core.coverage import ModelSummary
+from meshnet_core.route import Route
+from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.transport import HopTransport
+from meshnet_gateway.generation_report import GenerationReport
+from meshnet_gateway.recovery import Fail, History, RePrefill, Reroute, Retry, Stateless, next_action
+
+logger = logging.getLogger(__name__)
+
+CHUNKS_IN_FLIGHT = 2  # one runs on the first hop while the one before it runs on the next
+RELEASE_TIMEOUT_S = 5.0
+
+
+class Routes(Protocol):
+    """Where routes come from."""
+
+    async def model(self, name: str) -> ModelSummary: ...
+
+    async def route(self, model: ModelSummary, excluded: frozenset[str]) -> Route: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One answer to make.
+
+    Attributes:
+        model: name of a served model.
+        prompt_ids: token ids of the prompt, at least one.
+        max_tokens: the most tokens to answer with, at least one.
+        sampling: how to choose them.
+        stop_ids: tokens that end the answer; they are not part of it.
+        cache: False takes the stateless path from the start.
+    """
+
+    model: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int] = frozenset()
+    cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """``done`` of ``total`` positions have been taken in by the first hop."""
+
+    done: int
+    total: int
+
+
+Event = PrefillProgress | SampledToken
+
+
+class GenerationEngine:
+    """Makes generations over one transport.
+
+    Args:
+        routes: where routes come from.
+        transport: reaches the hops.
+        clock: measures.
+        step_deadline_s: time for one step, all hops together.
+        chunk: positions in one prefill frame, at most `MAX_CHUNK`.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        transport: HopTransport,
+        clock: Clock,
+        *,
+        step_deadline_s: float = 60.0,
+        chunk: int = MAX_CHUNK,
+    ) -> None:
+        self.routes = routes
+        self.transport = transport
+        self.clock = clock
+        self.step_deadline_ms = int(1000 * step_deadline_s)
+        self.chunk = min(chunk, MAX_CHUNK)
+
+    def start(self, request: GenerationRequest) -> Generation:
+        """A generation, with its session id minted; nothing happens before it is iterated."""
+        if not request.prompt_ids or request.max_tokens < 1:
+            raise RequestRefusedError("a generation needs at least one prompt token and max_tokens of at least 1")
+        return Generation(self, request)
+
+
+class Generation:
+    """One answer under way: iterate it for `PrefillProgress` and `SampledToken`, then `aclose` it, always.
+
+    Attributes:
+        session: its id, the same on every frame.
+        finish_reason: ``"stop"`` or ``"length"`` once it has ended by itself.
+    """
+
+    def __init__(self, engine: GenerationEngine, request: GenerationRequest) -> None:
+        self.session = mint_session_id()
+        self.finish_reason: str | None = None
+        self._engine = engine
+        self._request = request
+        self._answer: list[int] = []
+        self._epoch = -1
+        self._history = History(stateless=not request.cache)
+        self._urls: set[str] = set()  # of every hop that may hold something of this session
+        self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
+        self._events = self._run()
+
+    def __aiter__(self) -> AsyncGenerator[Event]:
+        return self._events
+
+    def report(self) -> dict[str, object]:
+        """What happened so far, JSON-ready: session, route, epochs, mode, times, speed, bytes per step."""
+        return self._report.to_json()
+
+    async def aclose(self) -> None:
+        """End it, wherever it is, and free the session on every hop. Idempotent."""
+        await self._events.aclose()
+        urls, self._urls = self._urls, set()
+        if urls:
+            # Shielded: a caller that is itself being cancelled must not leave state behind.
+            await asyncio.shield(asyncio.ensure_future(self._release(urls)))
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> AsyncGenerator[Event]:
+        request = self._request
+        model = await self._engine.routes.model(request.model)
+        if len(request.prompt_ids) + 1 > model.max_positions:
+            raise RequestRefusedError(
+                f"the prompt has {len(request.prompt_ids)} tokens; {request.model} takes {model.max_positions} "
+                "positions, prompt and answer together",
+                param="messages",
+            )
+        route: Route | None = None
+        while True:
+            try:
+                if route is None:
+                    route = await self._engine.routes.route(model, self._history.excluded)
+                async with aclosing(self._epoch_of(route, model)) as events:
+                    async for event in events:
+                        yield event
+            except MeshnetError as failure:
+                route = await self._recover(failure, route)
+            else:
+                return
+
+    async def _recover(self, failure: MeshnetError, route: Route | None) -> Route | None:
+        """Carry out what follows ``failure``; the route to go on with, None for a new one."""
+        history = self._history
+        node_id = _blamed(failure, route)
+        action = next_action(failure, node_id, history)
+        logger.info("session %s: %s: %s -> %s", self.session, type(failure).__name__, failure, action)
+        self._report.failed(failure, type(action).__name__)
+        self._history = replace(history, failures=(*history.failures, failure), retried=False)
+        match action:
+            case Fail(error):
+                raise error
+            case RePrefill(wait_s):
+                await asyncio.sleep(wait_s)
+                return route
+            case Reroute(excluded, wait_s):
+                await asyncio.sleep(wait_s)
+                self._history = replace(self._history, excluded=excluded)
+                return None
+            case Stateless():
+                self._history = replace(self._history, stateless=True)
+                return route
+            case Retry():
+                # A retry of the very frame is done where the frame is (`_forward`); one that comes here was no frame.
+                return route
+
+    async def _epoch_of(self, route: Route, model: ModelSummary) -> AsyncGenerator[Event]:
+        """One epoch: open, prefill what there is, decode until the end or a failure."""
+        self._epoch += 1
+        self._report.epoch_began(route, self._epoch, cached=not self._history.stateless)
+        await self._open(route, model)
+        if self._history.stateless:
+            reply = await self._whole_sequence(route)
+        else:
+            async with aclosing(self._prefill(route)) as events:
+                async for event in events:
+                    if isinstance(event, FrameReply):
+                        reply = event
+                    else:
+                        yield event
+        while True:
+            token = self._accept(reply)
+            if token is None:
+                return
+            yield token
+            if len(self._answer) >= self._request.max_tokens or self._length >= model.max_positions:
+                self.finish_reason = "length"
+                return
+            reply = await (self._whole_sequence(route) if self._history.stateless else self._decode_step(route))
+
+    def _accept(self, reply: FrameReply) -> SampledToken | None:
+        """The token that a step gave; None if it ends the answer."""
+        if len(reply.tokens) != 1:
+            raise HopFailedError(f"the tail answered with {len(reply.tokens)} tokens to a step that samples one")
+        token = reply.tokens[0]
+        self._history = History(excluded=self._history.excluded, stateless=self._history.stateless)
+        if token.id in self._request.stop_ids:
+            self.finish_reason = "stop"
+            return None
+        self._answer.append(token.id)
+        self._report.token(reply)
+        return token
+
+    @property
+    def _length(self) -> int:
+        return len(self._request.prompt_ids) + len(self._answer)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def _open(self, route: Route, model: ModelSummary) -> None:
+        """Open on all hops at once; where one refuses, what the others set aside is freed again."""
+        tokens = (*self._request.prompt_ids, *self._answer)
+        whole = OpenDocument(
+            session=self.session,
+            epoch=self._epoch,
+            hop_index=0,
+            route=route,
+            wire_dtype=wire_dtype(hop.dtype for hop in route.hops),
+            hidden_size=model.hidden_size,
+            cache=not self._history.stateless,
+            sampling=self._request.sampling,
+            prompt_length=len(self._request.prompt_ids),
+            prefill_length=len(tokens),
+            expected_length=min(len(self._request.prompt_ids) + self._request.max_tokens, model.max_positions),
+            step_deadline_ms=self._engine.step_deadline_ms,
+            history=tokens,
+        )
+        self._urls.update(hop.url for hop in route.hops)
+        opens = (self._engine.transport.open(hop.url, whole.for_hop(i)) for i, hop in enumerate(route.hops))
+        replies = await asyncio.gather(*opens, return_exceptions=True)
+        errors = [reply for reply in replies if isinstance(reply, BaseException)]
+        if errors:
+            await self._release({hop.url for hop in route.hops}, through_epoch=self._epoch)
+            self._history = replace(self._history, retried=True)  # nothing was sent that could be sent again as it was
+            raise errors[0]
+
+    async def _prefill(self, route: Route) -> AsyncGenerator[PrefillProgress | FrameReply]:
+        """Send prompt and answer so far in chunks; progress while they go, then the last chunk's reply."""
+        tokens = (*self._request.prompt_ids, *self._answer)
+        in_flight: deque[tuple[int, asyncio.Task[FrameReply]]] = deque()
+        try:
+            for start in range(0, len(tokens), self._engine.chunk):
+                chunk = tokens[start : start + self._engine.chunk]
+                end = start + len(chunk)
+                frame = self._frame(route, Phase.PREFILL, start, chunk, sample=int(end == len(tokens)))
+                if len(in_flight) == CHUNKS_IN_FLIGHT:
+                    done, task = in_flight.popleft()
+                    await task
+                    yield PrefillProgress(done, len(tokens))
+                in_flight.append((end, asyncio.create_task(self._forward(route, frame))))
+            while in_flight:
+                done, task = in_flight.popleft()
+                reply = await task
+                yield PrefillProgress(done, len(tokens))
+            yield reply
+        finally:
+            for _, task in in_flight:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
+
+    async def _decode_step(self, route: Route) -> FrameReply:
+        """The newest position, and nothing else."""
+        frame = self._frame(route, Phase.DECODE, self._length - 1, self._answer[-1:], sample=1)
+        return await self._forward(route, frame)
+
+    async def _whole_sequence(self, route: Route) -> FrameReply:
+        """A step of the stateless path."""
+        tokens = (*self._request.prompt_ids, *self._answer)
+        return await self._forward(route, self._frame(route, Phase.PREFILL, 0, tokens, sample=1))
+
+    def _frame(self, route: Route, phase: Phase, position: int, tokens: Sequence[int], sample: int) -> Frame:
+        return Frame(
+            session=self.session,
+            epoch=self._epoch,
+            hop_index=0,
+            start_layer=route.hops[0].layers.start,
+            phase=phase,
+            position=position,
+            seq_len=len(tokens),
+            sample=sample,
+            deadline_ms=self._engine.step_deadline_ms,
+            cache=not self._history.stateless,
+            body=struct.pack(f"<{len(tokens)}i", *tokens),
+        )
+
+    async def _forward(self, route: Route, frame: Frame) -> FrameReply:
+        """Send a frame; where recovery says so, the identical one again."""
+        try:
+            return await self._engine.transport.forward(route.hops[0].url, frame)
+        except HopError as failure:
+            action = next_action(failure, _blamed(failure, route), self._history)
+            if not isinstance(action, Retry):
+                raise
+            self._report.failed(failure, "Retry")
+        try:
+            return await self._engine.transport.forward(route.hops[0].url, frame)
+        except HopError:
+            self._history = replace(self._history, retried=True)
+            raise
+
+    async def _release(self, urls: set[str], through_epoch: int | None = None) -> None:
+        async def one(url: str) -> None:
+            try:
+                async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                    await self._engine.transport.release(url, self.session, through_epoch)
+            except (MeshnetError, TimeoutError) as error:
+                # A node that is gone holds nothing; one that cannot be reached frees it by its time to live.
+                logger.info("session %s: no release at %s: %s", self.session, url, error)
+
+        await asyncio.gather(*(one(url) for url in urls))
+
+
+def _blamed(failure: MeshnetError, route: Route | None) -> str | None:
+    if route is None or not isinstance(failure, HopError) or failure.hop_index is None:
+        return None
+    return route.hops[failure.hop_index].node_id if failure.hop_index < len(route.hops) else None

@@ -1,0 +1,86 @@
+"""What happened in one generation, for people and for benchmarks: the `meshnet` object of an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshnet_core.clock import Clock
+from meshnet_core.dtypes import TOKEN_ID_BYTES
+from meshnet_core.errors import CacheMissError, MeshnetError
+from meshnet_core.frames import FrameReply
+from meshnet_core.route import Route
+
+WINDOW = 50  # tokens; speed is told per window, so that a decay shows
+MAX_EVENTS = 32
+
+
+class GenerationReport:
+    """Collects while the generation runs; `to_json` can be asked at any time."""
+
+    def __init__(self, session: str, prompt_tokens: int, clock: Clock) -> None:
+        self._session = session
+        self._prompt_tokens = prompt_tokens
+        self._clock = clock
+        self._began = clock.now()
+        self._token_times: list[float] = []
+        self._route: Route | None = None
+        self._epochs = 0
+        self._cached = True
+        self._events: list[dict[str, Any]] = []
+        self._last_reply: FrameReply | None = None
+        self._epoch_steps = 0
+
+    def epoch_began(self, route: Route, epoch: int, *, cached: bool) -> None:
+        """A route was taken for a new epoch."""
+        self._route = route
+        self._epochs = epoch + 1
+        self._cached = cached
+        self._epoch_steps = 0
+
+    def failed(self, failure: MeshnetError, action: str) -> None:
+        """A failure happened, and this was done about it."""
+        if len(self._events) < MAX_EVENTS:
+            event: dict[str, Any] = {"after_tokens": len(self._token_times), "error": failure.code, "action": action}
+            if isinstance(failure, CacheMissError):
+                event["reason"] = failure.reason.value
+            self._events.append(event)
+
+    def token(self, reply: FrameReply) -> None:
+        """A step gave a token of the answer."""
+        self._token_times.append(self._clock.now())
+        self._epoch_steps += 1
+        self._last_reply = reply
+
+    def to_json(self) -> dict[str, Any]:
+        times = self._token_times
+        report: dict[str, Any] = {
+            "session": self._session,
+            "mode": "cached" if self._cached else "stateless",
+            "epochs": self._epochs,
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": len(times),
+            "route": [
+                {"node": hop.node_id, "layers": str(hop.layers), "dtype": hop.dtype, "version": hop.version}
+                for hop in (self._route.hops if self._route else ())
+            ],
+            "recoveries": self._events,
+        }
+        if times:
+            report["ttft_s"] = round(times[0] - self._began, 4)
+        if len(times) > 1:
+            report["tokens_per_s"] = _rate(times)
+            report["tokens_per_s_by_50"] = [
+                _rate(times[at : at + WINDOW + 1])
+                for at in range(0, len(times) - 1, WINDOW)
+                if at + WINDOW < len(times)
+            ]
+        if self._epoch_steps > 1 and self._last_reply is not None:
+            # Body bytes into each hop in the newest step: a token id into the first, hidden states into the others.
+            sent = [timing.sent_bytes for timing in self._last_reply.timings[:-1]]
+            first = TOKEN_ID_BYTES * (1 if self._cached else self._prompt_tokens + len(times) - 1)
+            report["bytes_per_step"] = [first, *sent]
+        return report
+
+
+def _rate(times: list[float]) -> float:
+    return round((len(times) - 1) / max(times[-1] - times[0], 1e-9), 2)

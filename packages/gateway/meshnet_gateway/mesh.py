@@ -1,0 +1,160 @@
+"""The mesh as the gateway sees it: which models are whole, which route to take, how the nodes are.
+
+Asks the tracker, and goes on from its last snapshot while no tracker answers. Knows no sessions and no text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Protocol
+
+import aiohttp
+
+from meshnet_core.clock import Clock
+from meshnet_core.coverage import ModelSummary, listed, served_models
+from meshnet_core.errors import ModelNotFoundError, TrackerUnreachableError
+from meshnet_core.membership import NodeInfo, Snapshot
+from meshnet_core.planning import plan_route
+from meshnet_core.route import Route
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_AGE_S = 1.0  # a snapshot younger than this is not asked for again
+NODE_TIMEOUT_S = 2.0
+
+
+class Tracker(Protocol):
+    """What is asked of a tracker."""
+
+    url: str
+
+    async def snapshot(self) -> Snapshot: ...
+
+    async def route(
+        self, model: str, excluded: frozenset[str] = frozenset(), *, fingerprint: str | None = None
+    ) -> Route: ...
+
+
+class Mesh:
+    """One mesh, through its tracker."""
+
+    def __init__(self, tracker: Tracker, clock: Clock) -> None:
+        self._tracker = tracker
+        self._clock = clock
+        self._snapshot: Snapshot | None = None
+        self._taken_at = 0.0
+        self._tracker_answers = True
+        self._http: aiohttp.ClientSession | None = None
+
+    async def snapshot(self) -> Snapshot:
+        """The newest there is; the last one known while no tracker answers.
+
+        Raises:
+            TrackerUnreachableError: no tracker answers and none ever did.
+        """
+        now = self._clock.now()
+        if self._snapshot is not None and self._tracker_answers and now - self._taken_at < SNAPSHOT_AGE_S:
+            return self._snapshot
+        try:
+            self._snapshot, self._taken_at = await self._tracker.snapshot(), now
+            self._heard(True)
+        except TrackerUnreachableError:
+            self._heard(False)
+            if self._snapshot is None:
+                raise
+        return self._snapshot
+
+    async def models(self) -> list[ModelSummary]:
+        """Every model that some node serves, whole or not."""
+        return served_models(await self.snapshot())
+
+    async def model(self, name: str) -> ModelSummary:
+        """The model of that name; of several fingerprints one that is whole.
+
+        Raises:
+            ModelNotFoundError: no node serves it; names what is served.
+        """
+        models = await self.models()
+        named = [model for model in models if model.name == name]
+        if not named:
+            there_is = f"there is {listed(sorted({model.name for model in models}))}" if models else "there is none yet"
+            raise ModelNotFoundError(f"no node serves a model {name!r}; {there_is}")
+        return next((model for model in named if model.complete), named[0])
+
+    async def route(self, model: ModelSummary, excluded: frozenset[str]) -> Route:
+        """A route for one generation, from the tracker or, while none answers, planned here.
+
+        Raises:
+            LayersUnavailableError: some layers are served by no usable node.
+        """
+        try:
+            route = await self._tracker.route(model.name, excluded, fingerprint=model.fingerprint)
+        except TrackerUnreachableError:
+            self._heard(False)
+            return plan_route(await self.snapshot(), model.name, excluded, fingerprint=model.fingerprint)
+        self._heard(True)
+        return route
+
+    async def nodes_of(self, model: ModelSummary) -> list[NodeInfo]:
+        """The nodes that hold some of the model."""
+        snapshot = await self.snapshot()
+        return [
+            node
+            for node in snapshot.nodes
+            if any(shard.fingerprint == model.fingerprint and shard.model == model.name for shard in node.shards)
+        ]
+
+    async def status(self) -> dict[str, Any]:
+        """JSON-ready: the tracker, the models with their gaps, and each node as it says itself right now."""
+        snapshot = await self.snapshot()
+        nodes = await asyncio.gather(*(self._node_status(node) for node in snapshot.nodes))
+        return {
+            "tracker": {"url": self._tracker.url, "answers": self._tracker_answers},
+            "models": [
+                {
+                    "name": model.name,
+                    "fingerprint": model.fingerprint,
+                    "num_layers": model.num_layers,
+                    "complete": model.complete,
+                    "missing_layers": [str(gap) for gap in model.missing],
+                }
+                for model in served_models(snapshot)
+            ],
+            "nodes": nodes,
+        }
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def _node_status(self, node: NodeInfo) -> dict[str, Any]:
+        known: dict[str, Any] = {
+            "node": node.node_id,
+            "url": node.url,
+            "device": node.device,
+            "version": node.version,
+            "layers": [
+                {"model": shard.model, "layers": str(shard.layers), "dtype": shard.dtype} for shard in node.shards
+            ],
+            "draining": node.draining,
+        }
+        if self._http is None:
+            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=NODE_TIMEOUT_S))
+        try:
+            async with self._http.get(f"{node.url}/healthz") as response:
+                told = await response.json()
+            return {**known, "answers": True, **{key: told[key] for key in _TOLD if key in told}}
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, TypeError):
+            # Listed by the tracker until its lease ends, but gone or hung; what it last said is still worth showing.
+            return {**known, "answers": False, "sessions": node.sessions, "state_bytes": node.state_bytes}
+
+    def _heard(self, answers: bool) -> None:
+        if answers != self._tracker_answers:
+            logger.warning("the tracker at %s %s", self._tracker.url, "answers again" if answers else "does not answer")
+        self._tracker_answers = answers
+
+
+_TOLD = ("boot", "queued", "sessions", "state_bytes", "budget_bytes", "dropped", "running", "recent")
