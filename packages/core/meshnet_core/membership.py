@@ -10,6 +10,10 @@ from meshnet_core.errors import InvalidInputError
 from meshnet_core.frames import PROTOCOL_MAX, PROTOCOL_MIN
 from meshnet_core.ids import check_id
 from meshnet_core.layer_range import LayerRange
+from meshnet_core.wire_fields import flag, items, optional_number, text, whole
+
+MAX_MS = 1e9  # of a measured time: more is no measurement
+MAX_SHARDS = 1024  # of one node
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +63,25 @@ class ShardInfo:
         }
 
     @classmethod
-    def from_wire(cls, document: dict[str, Any]) -> ShardInfo:
+    def from_wire(cls, document: object) -> ShardInfo:
+        """Read :meth:`to_wire`'s form; unknown fields of a newer peer are passed over.
+
+        Raises:
+            InvalidInputError: on a missing, ill-typed or absurd field.
+        """
+        if not isinstance(document, dict):
+            raise InvalidInputError(f"a shard is a JSON object, not {type(document).__name__}")
         return cls(
-            model=str(document["model"]),
-            fingerprint=str(document["fingerprint"]),
-            layers=LayerRange(int(document["start"]), int(document["stop"])),
-            num_layers=int(document["num_layers"]),
-            hidden_size=int(document["hidden_size"]),
-            max_positions=int(document["max_positions"]),
-            dtype=str(document["dtype"]),
-            weight_bytes=int(document["weight_bytes"]),
-            decode_ms=_optional_float(document.get("decode_ms")),
-            prefill_ms=_optional_float(document.get("prefill_ms")),
+            model=text(document, "model"),
+            fingerprint=text(document, "fingerprint"),
+            layers=LayerRange(whole(document, "start"), whole(document, "stop")),
+            num_layers=whole(document, "num_layers", least=1),
+            hidden_size=whole(document, "hidden_size", least=1),
+            max_positions=whole(document, "max_positions", least=1),
+            dtype=text(document, "dtype"),
+            weight_bytes=whole(document, "weight_bytes"),
+            decode_ms=optional_number(document, "decode_ms", most=MAX_MS),
+            prefill_ms=optional_number(document, "prefill_ms", most=MAX_MS),
         )
 
 
@@ -129,27 +140,25 @@ class NodeInfo:
         """Read :meth:`to_wire`'s form; unknown fields of a newer peer are passed over.
 
         Raises:
-            InvalidInputError: on a missing or ill-typed field.
+            InvalidInputError: on a missing, ill-typed or absurd field.
         """
         if not isinstance(document, dict):
             raise InvalidInputError(f"a node's announcement is a JSON object, not {type(document).__name__}")
-        try:
-            return cls(
-                node_id=document["node_id"],
-                url=str(document["url"]),
-                boot=str(document["boot"]),
-                version=str(document["version"]),
-                device=str(document["device"]),
-                shards=tuple(ShardInfo.from_wire(shard) for shard in document["shards"]),
-                sessions=int(document["sessions"]),
-                state_bytes=int(document["state_bytes"]),
-                queued=int(document["queued"]),
-                draining=bool(document["draining"]),
-                protocol_min=int(document["protocol_min"]),
-                protocol_max=int(document["protocol_max"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidInputError(f"not a node's announcement: {error!r}") from error
+        protocol_min = whole(document, "protocol_min")
+        return cls(
+            node_id=text(document, "node_id"),
+            url=text(document, "url", longest=2048),
+            boot=check_id(document.get("boot"), "boot"),
+            version=text(document, "version"),
+            device=text(document, "device"),
+            shards=tuple(ShardInfo.from_wire(shard) for shard in items(document, "shards", most=MAX_SHARDS)),
+            sessions=whole(document, "sessions"),
+            state_bytes=whole(document, "state_bytes"),
+            queued=whole(document, "queued"),
+            draining=flag(document, "draining"),
+            protocol_min=protocol_min,
+            protocol_max=whole(document, "protocol_max", least=protocol_min),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +175,3 @@ class Snapshot:
         if not isinstance(document, dict) or not isinstance(document.get("nodes"), list):
             raise InvalidInputError("a snapshot is a JSON object with a list of nodes")
         return cls(tuple(NodeInfo.from_wire(node) for node in document["nodes"]))
-
-
-def _optional_float(value: object) -> float | None:
-    return None if value is None else float(str(value))

@@ -18,13 +18,14 @@ from meshnet_core import __version__
 from meshnet_core.errors import InvalidInputError, MeshnetError, TooLargeError
 from meshnet_core.ids import check_id
 from meshnet_core.membership import NodeInfo
+from meshnet_core.wire_fields import items, text
 from meshnet_tracker.directory import Directory, DirectoryEvent, Expired
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-MAX_BODY = 256 * 1024  # bytes: an announcement of some eight hundred shards
-MAX_NAME = 256  # characters of a model's name or fingerprint in a request
+MAX_BODY = 512 * 1024  # bytes: an announcement of as many shards as a node may have
+MAX_EXCLUDED = 1000  # nodes in one request for a route
 
 logger = logging.getLogger(__name__)
 
@@ -178,11 +179,9 @@ def _route_request(document: Any) -> tuple[str, frozenset[str], str | None]:
         raise InvalidInputError('a request for a route is a JSON object such as {"model": "smollm2", "excluded": []}')
     if unknown := set(document) - {"model", "excluded", "fingerprint"}:
         raise InvalidInputError(f"unknown fields in the request for a route: {', '.join(sorted(unknown))[:200]}")
-    model, fingerprint, excluded = document.get("model"), document.get("fingerprint"), document.get("excluded", [])
-    if not isinstance(model, str) or not 0 < len(model) <= MAX_NAME:
-        raise InvalidInputError(f"model must be a name of 1 to {MAX_NAME} characters, not {str(model)[:80]!r}")
-    if fingerprint is not None and (not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= MAX_NAME):
-        raise InvalidInputError(f"fingerprint must be text or left out, not {str(fingerprint)[:80]!r}")
-    if not isinstance(excluded, list):
-        raise InvalidInputError(f"excluded must be a list of node ids, not {str(excluded)[:80]!r}")
-    return model, frozenset(check_id(node_id, "an excluded node's id") for node_id in excluded), fingerprint
+    excluded = items(document, "excluded", most=MAX_EXCLUDED) if "excluded" in document else []
+    return (
+        text(document, "model"),
+        frozenset(check_id(node_id, "an excluded node's id") for node_id in excluded),
+        text(document, "fingerprint") if "fingerprint" in document else None,
+    )
