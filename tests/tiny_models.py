@@ -35,6 +35,7 @@ _MOE: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 _DELTA: dict[str, Any] = {
+    "initializer_range": 0.1,  # their chunked and stepwise kernels round apart, more so with wide weights
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,

@@ -1,17 +1,13 @@
 """The tensors of a checkpoint folder: where each one lies on disk, and how to read exactly one of them.
 
-Reads the headers of every ``*.safetensors`` file of a folder rather than trust an index, so a folder may hold the
-whole model, its shards, or only the files that one node fetched. A tensor is read with ``pread`` straight into its own
+Reads the headers of a folder's files rather than trust an index, so a folder may hold the whole model, its shards, or
+only the files that one node fetched. A tensor is read with ``pread`` straight into its own
 memory, so what is not asked for is neither read nor mapped. Knows nothing of models, layers or devices.
-
-The format: https://huggingface.co/docs/safetensors (u64 header length, JSON header, raw little-endian data).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +17,7 @@ from pathlib import Path
 import torch
 
 from meshnet_core.errors import InvalidInputError, ModelNotFoundError
+from meshnet_node.tensor_index import TensorEntry, index_folder
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -36,7 +33,6 @@ _DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +87,21 @@ class CheckpointReader:
     """All tensors of a folder by name.
 
     Raises:
-        ModelNotFoundError: if the folder holds no ``*.safetensors`` file.
-        InvalidInputError: if a file is not safetensors, or two files hold the same name.
+        ModelNotFoundError: if the folder holds no tensor in safetensors files.
+        InvalidInputError: see :func:`meshnet_node.tensor_index.index_folder`; or a dtype that torch does not have.
     """
 
     def __init__(self, folder: Path) -> None:
         if sys.byteorder != "little":
             raise InvalidInputError("checkpoints are little-endian and this machine is not")
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ModelNotFoundError(f"{folder} holds no *.safetensors file; other formats must be converted first")
-        tensors: dict[str, StoredTensor] = {}
-        for file in files:
-            for stored in _read_header(file):
-                if stored.name in tensors:
-                    raise InvalidInputError(
-                        f"tensor {stored.name} is in {tensors[stored.name].path.name} and in {file.name}; "
-                        "keep the files of one checkpoint only"
-                    )
-                tensors[stored.name] = stored
         self.folder = folder
-        self.tensors: Mapping[str, StoredTensor] = tensors
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: _stored(path, entry) for name, (path, entry) in index_folder(folder).items()
+        }
+        if not self.tensors:
+            raise ModelNotFoundError(
+                f"{folder} holds no tensors in *.safetensors; other formats must be converted first"
+            )
 
     def float_dtype(self) -> torch.dtype:
         """The floating dtype that most of the stored bytes have."""
@@ -122,34 +112,8 @@ class CheckpointReader:
         return weight.most_common(1)[0][0] if weight else torch.float32
 
 
-def _read_header(path: Path) -> list[StoredTensor]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise InvalidInputError(f"{path} is not a safetensors file, or is cut short; fetch it again")
-        try:
-            header = json.loads(file.read(length))
-            return [
-                _stored(name, path, 8 + length, size, entry) for name, entry in header.items() if name != "__metadata__"
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidInputError(f"{path} has a broken safetensors header: {error}") from error
-
-
-def _stored(name: str, path: Path, data_start: int, file_size: int, entry: Mapping[str, object]) -> StoredTensor:
-    dtype = _DTYPES.get(str(entry["dtype"]))
+def _stored(path: Path, entry: TensorEntry) -> StoredTensor:
+    dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
-        raise InvalidInputError(f"{path} stores {name} as {entry['dtype']}, which is not one of {', '.join(_DTYPES)}")
-    shape_field, span = entry["shape"], entry["data_offsets"]
-    if not isinstance(shape_field, list) or not isinstance(span, list):
-        raise InvalidInputError(f"{path} has a broken safetensors header at {name}")
-    shape = tuple(int(n) for n in shape_field)
-    begin, end = int(span[0]), int(span[1])
-    expected = dtype.itemsize
-    for n in shape:
-        expected *= n
-    if begin < 0 or end - begin != expected or data_start + end > file_size:
-        raise InvalidInputError(f"{path}: tensor {name} does not fit its header or its file; fetch the file again")
-    return StoredTensor(name, path, data_start + begin, end - begin, dtype, shape)
+        raise InvalidInputError(f"{path} stores {entry.name} as {entry.dtype}; readable are {', '.join(_DTYPES)}")
+    return StoredTensor(entry.name, path, entry.start, entry.nbytes, dtype, entry.shape)

@@ -107,7 +107,6 @@ class ShardBackend(Protocol):
     device: str
     model_type: str
     weight_bytes: int
-    batch_limit: int
 
     def new_state(self, start: int) -> SessionState:
         """Empty state for layers ``start`` to the shard's end.
@@ -170,7 +169,6 @@ class TorchModelShard:
         self.dtype = dtype_name(model.dtype)
         self.device = str(model.device)
         self.weight_bytes = _weight_bytes(model)
-        self.batch_limit = 1
         self._model = model
         self._family = family
         self._views: dict[int, LayerView] = {}
