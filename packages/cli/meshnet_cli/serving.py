@@ -163,10 +163,10 @@ async def serving_asgi(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]
         await task
 
 
-async def until_stopped() -> None:
-    """Wait for SIGINT or SIGTERM."""
+def stop_event() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set; call it in the running loop."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    await stopped.wait()
+    return stopped

@@ -28,6 +28,7 @@ async def _serve(host: str, sock: socket.socket) -> None:
     from meshnet_tracker.server import create_app
 
     app = create_app(Directory(clock=SystemClock()))
+    stopped = serving.stop_event()
     async with serving.serving_aiohttp(web.AppRunner(app, access_log=None, shutdown_timeout=serving.SHUTDOWN_S), sock):
         serving.say_ready(serving.url_of(host, serving.port_of(sock)))
-        await serving.until_stopped()
+        await stopped.wait()

@@ -1,0 +1,132 @@
+"""`meshnet chat`: talk to a gateway from a terminal. Ctrl-C stops the answer, not the program."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshnet_cli import options
+from meshnet_core.errors import MeshnetError
+
+if TYPE_CHECKING:
+    from meshnet_cli.chat_stream import Ended, Gateway
+
+Message = dict[str, str]
+
+
+def chat(
+    url: Annotated[str, typer.Option("--url", help="The gateway's API.")] = options.DEFAULT_API_URL,
+    message: Annotated[
+        str | None, typer.Option("--message", "-m", metavar="TEXT", help="Say this, show the answer and leave.")
+    ] = None,
+) -> None:
+    """Chat with the model that a mesh serves."""
+    from meshnet_cli.chat_stream import Gateway
+
+    gateway = Gateway(url)
+    model = asyncio.run(_model_of(gateway))
+    if message is not None:
+        asyncio.run(_answer(gateway, model, [{"role": "user", "content": message}], []))
+        return
+    _converse(gateway, model)
+
+
+async def _model_of(gateway: Gateway) -> str:
+    """The model to talk to: the first that is served."""
+    from meshnet_cli.complaint import CommandFailedError
+
+    async with gateway:
+        models = await gateway.models()
+    if not models:
+        raise CommandFailedError(
+            f"the mesh at {gateway.url} serves no complete model yet; its status is at {gateway.url}/meshnet/status"
+        )
+    return models[0]
+
+
+def _converse(gateway: Gateway, model: str) -> None:
+    """Turns until the end of input. An answer that was stopped stays in the conversation as far as it came."""
+    say = sys.stderr.write
+    say(f"Talking to {model}. Ctrl-C stops an answer; Ctrl-D or /exit leaves.\n")
+    history: list[Message] = []
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            say("\n")
+            return
+        except KeyboardInterrupt:
+            say("\n")
+            continue
+        if text == "/exit":
+            return
+        if not text:
+            continue
+        turn = [*history, {"role": "user", "content": text}]
+        pieces: list[str] = []
+        try:
+            asyncio.run(_answer(gateway, model, turn, pieces))
+        except KeyboardInterrupt:
+            say("\n[stopped]\n")
+        except MeshnetError as error:
+            say(f"\nmeshnet: {error.message}\n")
+            continue  # the question is not kept: it can be asked again
+        history = [*turn, {"role": "assistant", "content": "".join(pieces)}]
+
+
+async def _answer(gateway: Gateway, model: str, messages: list[Message], pieces: list[str]) -> None:
+    """Show an answer as it comes; ``pieces`` gets what has come, also if it is stopped."""
+    from meshnet_cli.chat_stream import Ended, Prefill, Text
+
+    shown = _PrefillLine()
+    async with gateway:
+        async for event in gateway.chat(model, messages):
+            match event:
+                case Prefill(done, total):
+                    shown.update(done, total)
+                case Text(text):
+                    shown.clear()
+                    pieces.append(text)
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+                case Ended():
+                    shown.clear()
+                    sys.stdout.write("\n")
+                    sys.stdout.flush()
+                    sys.stderr.write(f"[{speed_line(event)}]\n")
+
+
+class _PrefillLine:
+    """How far a long prompt is, on one line of a terminal that goes when the answer comes."""
+
+    def __init__(self) -> None:
+        self._wanted = sys.stderr.isatty()
+        self._there = False
+
+    def update(self, done: int, total: int) -> None:
+        if self._wanted and done < total:
+            sys.stderr.write(f"\r\x1b[2Kreading the prompt: {done} of {total} tokens")
+            sys.stderr.flush()
+            self._there = True
+
+    def clear(self) -> None:
+        if self._there:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+            self._there = False
+
+
+def speed_line(ended: Ended) -> str:
+    """Tokens and speed in a few words, of what the gateway told."""
+    report = ended.report
+    parts = [f"{report.get('completion_tokens', ended.usage.get('completion_tokens', '?'))} tokens"]
+    if "tokens_per_s" in report:
+        parts.append(f"{report['tokens_per_s']:.1f} tokens/s")
+    if "ttft_s" in report:
+        parts.append(f"first after {report['ttft_s']:.2f} s")
+    if ended.finish_reason == "length":
+        parts.append("cut at the limit of tokens")
+    return ", ".join(parts)

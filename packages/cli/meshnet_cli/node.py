@@ -1,0 +1,120 @@
+"""`meshnet node`: a range of layers of one model, loaded, served over HTTP and announced to a tracker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshnet_cli import lifeline, options, serving
+from meshnet_core.errors import InvalidInputError
+from meshnet_core.ids import check_id
+from meshnet_core.layer_range import LayerRange
+
+if TYPE_CHECKING:
+    from meshnet_node.shard_pool import LoadedShard
+
+UNBOUNDED_POSITIONS = 2**20  # for models that know no limit, such as recurrent ones: a session needs one
+
+
+def node(
+    model: options.Model,
+    layers: Annotated[str, typer.Option("--layers", metavar="FIRST-LAST", help="Which layers, such as 0-20.")],
+    tracker: options.TrackerUrl,
+    host: options.Host = options.LOOPBACK,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=0, max=65535, help="Port; 0 takes any free one.", show_default="7410 or above"),
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option("--advertise", metavar="URL", help="Where others dial this node.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name in the mesh.", show_default="this machine's, and the port")
+    ] = None,
+    api: Annotated[bool, typer.Option("--api", help="Serve the API of a gateway too, from this process.")] = False,
+    api_port: Annotated[
+        int, typer.Option("--api-port", min=0, max=65535, help="Port of that API.")
+    ] = options.DEFAULT_GATEWAY_PORT,
+    dtype: options.Dtype = options.DtypeChoice.AUTO,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Hold some layers of MODEL and serve them to a mesh."""
+    lifeline.hold_on()
+    serving.set_up_logging()
+    wanted = LayerRange.parse(layers)
+    if advertise is not None and not advertise.startswith(("http://", "https://")):
+        raise InvalidInputError(f"--advertise {advertise!r} is no address; write it like http://10.0.0.7:7410")
+    asyncio.run(_ask_tracker(tracker))  # before the model is loaded for a minute
+    sock = serving.listen_from(host, options.FIRST_NODE_PORT) if port is None else serving.listen(host, port)
+    got = serving.port_of(sock)
+    from meshnet_cli.node_process import Place
+
+    place = Place(
+        node_id=check_id(name, "--name") if name else _default_name(got),
+        host=host,
+        sock=sock,
+        url=(advertise or serving.reachable_url(host, got, towards=tracker)).rstrip("/"),
+        tracker=tracker,
+        api=serving.listen(host, api_port, option="--api-port") if api else None,
+    )
+    shard = _load(model, wanted, dtype.value, device, threads)
+    from meshnet_cli.node_process import serve
+
+    asyncio.run(serve(place, shard))
+
+
+def _default_name(port: int) -> str:
+    machine = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname().partition(".")[0])
+    return check_id(f"{machine or 'node'}-{port}"[:64], "node id")
+
+
+async def _ask_tracker(url: str) -> None:
+    from meshnet_core.tracker_client import TrackerClient
+
+    client = TrackerClient(url)
+    try:
+        await client.snapshot()
+    finally:
+        await client.close()
+
+
+def _load(model: str, layers: LayerRange, dtype: str, device: str, threads: int | None) -> LoadedShard:
+    """Resolve MODEL, convert what must be, and load the layers, showing progress."""
+    from meshnet_cli.progress import progress_reporter
+
+    with progress_reporter() as report:
+        report("", "starting torch", 0, 1)
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # read once, when torch is imported
+        import torch
+
+        from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
+        from meshnet_node.model_files import open_model
+        from meshnet_node.shard_loader import load_shard
+        from meshnet_node.shard_pool import LoadedShard
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        # What a GGUF is de-quantised to: as for a checkpoint in 16 bits. Safetensors stay as they are.
+        prepared = dtype_name(choose_dtype(dtype, choose_device(device), torch.bfloat16))
+        files = open_model(model)
+        folder = files.prepare(layers, dtype=prepared, progress=lambda what, done, total: report("", what, done, total))
+        backend = load_shard(
+            folder,
+            layers,
+            dtype=dtype,
+            device=device,
+            progress=lambda done, total: report("", f"loading layers {layers} of {files.name}", done, total),
+        )
+        return LoadedShard(
+            backend=backend,
+            model=files.name,
+            fingerprint=files.fingerprint,
+            max_positions=files.max_positions or backend.max_positions or UNBOUNDED_POSITIONS,
+            text_files=files.text_files(),
+        )

@@ -1,0 +1,130 @@
+"""One node's process: its shard behind the hop service, served over HTTP and announced, until it is told to stop.
+
+The composition alone; what each part does is in the node's own package. Importing it imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import transformers
+
+from meshnet_cli import gateway, serving
+from meshnet_core import __version__
+from meshnet_core.clock import SystemClock
+from meshnet_core.http_transport import HttpTransport
+from meshnet_core.ids import mint_boot_id
+from meshnet_core.membership import NodeInfo
+from meshnet_core.tracker_client import TrackerClient
+from meshnet_node import torch_server
+from meshnet_node.cache_store import CacheStore, StoreLimits
+from meshnet_node.forward_lane import ForwardLane
+from meshnet_node.hop_service import HopService
+from meshnet_node.hop_session import HopSession
+from meshnet_node.registration import Registration, RegistrationState
+from meshnet_node.sampler import sample
+from meshnet_node.shard_pool import LoadedShard, ShardPool
+
+SESSION_SHARE = 0.25  # of the memory that is free once the layers are loaded; several nodes may share a machine
+MAX_BODY = 64 * 2**20  # bytes: a whole sequence of the stateless path, 4096 positions of 4096 float32
+SWEEP_S = 5.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and as what a node is known.
+
+    Attributes:
+        node_id: its name in the mesh, the same over restarts on one port.
+        host, sock: what it listens on.
+        url: where others dial it.
+        tracker: address of the tracker.
+        api: listens for the API's clients, where a gateway is mounted in this process.
+    """
+
+    node_id: str
+    host: str
+    sock: socket.socket
+    url: str
+    tracker: str
+    api: socket.socket | None
+
+
+async def serve(place: Place, shard: LoadedShard) -> None:
+    """Serve until SIGINT or SIGTERM; then leave the tracker, finish what is under way, and close."""
+    clock, boot = SystemClock(), mint_boot_id()
+    device = torch.device(shard.backend.device)
+    version = f"{__version__} (torch {torch.__version__}, transformers {transformers.__version__})"
+    transport = HttpTransport(clock)
+    service = HopService(
+        boot=boot,
+        shards=ShardPool([shard]),
+        store=CacheStore(StoreLimits(budget_bytes=_session_budget(device)), clock),
+        lane=ForwardLane(),
+        transport=transport,
+        sample=sample,
+        clock=clock,
+    )
+
+    def describe() -> NodeInfo:
+        return NodeInfo(
+            node_id=place.node_id,
+            url=place.url,
+            boot=boot,
+            version=version,
+            device=device.type,
+            shards=tuple(loaded.info() for loaded in service.shards),
+            sessions=len(service.store),
+            state_bytes=sum(held.nbytes for held in service.store),
+            queued=service.status()["queued"],
+            draining=service.draining,
+        )
+
+    def status() -> dict[str, Any]:
+        return {"node": place.node_id, "url": place.url, "version": version, "device": str(device), **service.status()}
+
+    def text_files(fingerprint: str) -> dict[str, bytes] | None:
+        return dict(shard.text_files) if fingerprint == shard.fingerprint else None
+
+    app = torch_server.create_app(service, boot=boot, status=status, text_files=text_files, max_body=MAX_BODY)
+    client = TrackerClient(place.tracker)
+    registration = Registration(client, describe)
+    stopped = serving.stop_event()
+    async with AsyncExitStack() as closing:
+        closing.push_async_callback(client.close)
+        closing.push_async_callback(transport.close)
+        closing.push_async_callback(service.close)
+        await closing.enter_async_context(serving.serving_aiohttp(torch_server.runner_for(app), place.sock))
+        sweeper = asyncio.create_task(_sweep(service.store))
+        closing.callback(sweeper.cancel)
+        registration.start()
+        closing.push_async_callback(registration.stop)
+        if place.api is not None:
+            api_app = await closing.enter_async_context(gateway.api_of(place.tracker))
+            await closing.enter_async_context(serving.serving_asgi(api_app, place.api))
+        while registration.state is not RegistrationState.REGISTERED and not stopped.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        if not stopped.is_set():
+            serving.say_ready(place.url)
+            if place.api is not None:
+                print(f"api {serving.url_of(place.host, serving.port_of(place.api))}/v1", flush=True)
+        await stopped.wait()
+
+
+async def _sweep(store: CacheStore[HopSession]) -> None:
+    """Idle sessions go when their time is up, also on a node that nobody calls."""
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        store.sweep()
+
+
+def _session_budget(device: torch.device) -> int:
+    """Bytes for the state of all sessions: a share of what is free on the device that holds it."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return int(SESSION_SHARE * free)

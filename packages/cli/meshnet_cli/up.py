@@ -1,0 +1,94 @@
+"""`meshnet up`: a whole mesh on this machine with one command, gone when the command is."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from meshnet_cli import lifeline, options, splits
+from meshnet_cli.complaint import say
+from meshnet_core.errors import InvalidInputError
+from meshnet_core.layer_range import LayerRange
+
+
+class StoppedError(Exception):
+    """SIGTERM or SIGINT asked this command to end."""
+
+
+def up(
+    model: options.Model,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, metavar="N", help="How many nodes.", show_default="2")
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            "--splits",
+            metavar="RANGES",
+            help="Layers of each node, such as 0-14,15-29; they may overlap.",
+            show_default="even",
+        ),
+    ] = None,
+    port: Annotated[int, options.port("the API")] = options.DEFAULT_GATEWAY_PORT,
+    dtype: options.Dtype = options.DtypeChoice.AUTO,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Start a tracker, nodes and a gateway on this machine, and serve MODEL at /v1."""
+    lifeline.hold_on()
+    stop_on_signals()
+    try:
+        _up(model, nodes, split, port, ("--dtype", dtype.value, "--device", device), threads)
+    except StoppedError:
+        say("stopped")
+
+
+def _up(
+    model: str, nodes: int | None, split: str | None, port: int, node_options: tuple[str, ...], threads: int | None
+) -> None:
+    from meshnet_cli.child_progress import showing_children
+    from meshnet_cli.local_mesh import LocalMesh, Plan, threads_each
+
+    ranges = plan_splits(model, nodes, split)
+    plan = Plan(model, ranges, port, node_options, threads or threads_each(len(ranges)))
+    with LocalMesh(plan) as mesh:
+        with showing_children() as show:
+            mesh.start(show)
+        print(f"ready {mesh.api_url}", flush=True)
+        mesh.watch()
+
+
+def plan_splits(model: str, nodes: int | None, split: str | None) -> tuple[LayerRange, ...]:
+    """The layers of each node, checked against the model before anything is started.
+
+    Raises:
+        MeshnetError: the model cannot be opened, or the split does not cover it.
+    """
+    from meshnet_cli.progress import progress_reporter
+    from meshnet_node.model_files import open_model
+
+    given = splits.parse_splits(split) if split is not None else None
+    if given is not None and nodes is not None and nodes != len(given):
+        raise InvalidInputError(f"--nodes {nodes} and --splits with {len(given)} ranges disagree; give one of them")
+    with progress_reporter() as report:
+        report("", f"opening {model}", 0, 1)
+        num_layers = open_model(model).num_layers
+    ranges = given or splits.even_split(num_layers, nodes or min(2, num_layers))
+    splits.check_cover(ranges, num_layers)
+    return ranges
+
+
+def stop_on_signals() -> None:
+    """From now on SIGINT and SIGTERM raise `StoppedError` in the main thread, once; further ones are ignored, so that
+    nothing interrupts the stopping of children."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+        raise StoppedError
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, stop)
