@@ -49,17 +49,17 @@ class InProcessTransport:
     def __init__(self) -> None:
         self.endpoints: dict[str, HopEndpoint] = {}
 
-    def _endpoint(self, url: str) -> HopEndpoint:
+    def _endpoint(self, url: str, hop_index: int | None = None) -> HopEndpoint:
         try:
             return self.endpoints[url]
         except KeyError:
-            raise HopUnreachableError(f"nothing answers at {url}") from None
+            raise HopUnreachableError(f"nothing answers at {url}", hop_index=hop_index) from None
 
     async def open(self, url: str, document: OpenDocument) -> OpenReply:
-        return await self._endpoint(url).open(document)
+        return await self._endpoint(url, document.hop_index).open(document)
 
     async def forward(self, url: str, frame: Frame) -> FrameReply:
-        return await self._endpoint(url).forward(frame)
+        return await self._endpoint(url, frame.hop_index).forward(frame)
 
     async def release(self, url: str, session: str, through_epoch: int | None = None) -> int:
         return await self._endpoint(url).release(session, through_epoch)

@@ -14,23 +14,23 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from meshnet_core.clock import Clock
+from meshnet_core.coverage import ModelSummary
 from meshnet_core.dtypes import wire_dtype
 from meshnet_core.errors import HopError, HopFailedError, MeshnetError, RequestRefusedError
 from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, Phase
 from meshnet_core.ids import mint_session_id
 from meshnet_core.open_document import OpenDocument
-from meshnet_core.coverage import ModelSummary
 from meshnet_core.route import Route
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.transport import HopTransport
 from meshnet_gateway.generation_report import GenerationReport
-from meshnet_gateway.recovery import Fail, History, RePrefill, Reroute, Retry, Stateless, next_action
+from meshnet_gateway.recovery import MAX_RETRIES, Fail, History, RePrefill, Reroute, Retry, Stateless, next_action
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class GenerationEngine:
         clock: measures.
         step_deadline_s: time for one step, all hops together.
         chunk: positions in one prefill frame, at most `MAX_CHUNK`.
+        sleep: waits, in seconds, before another attempt.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class GenerationEngine:
         *,
         step_deadline_s: float = 60.0,
         chunk: int = MAX_CHUNK,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.routes = routes
         self.transport = transport
         self.clock = clock
         self.step_deadline_ms = int(1000 * step_deadline_s)
         self.chunk = min(chunk, MAX_CHUNK)
+        self.sleep = sleep
 
     def start(self, request: GenerationRequest) -> Generation:
         """A generation, with its session id minted; nothing happens before it is iterated."""
@@ -177,15 +180,15 @@ class Generation:
         action = next_action(failure, node_id, history)
         logger.info("session %s: %s: %s -> %s", self.session, type(failure).__name__, failure, action)
         self._report.failed(failure, type(action).__name__)
-        self._history = replace(history, failures=(*history.failures, failure), retried=False)
+        self._history = replace(history, failures=(*history.failures, failure), retries=0)
         match action:
             case Fail(error):
                 raise error
             case RePrefill(wait_s):
-                await asyncio.sleep(wait_s)
+                await self._engine.sleep(wait_s)
                 return route
             case Reroute(excluded, wait_s):
-                await asyncio.sleep(wait_s)
+                await self._engine.sleep(wait_s)
                 self._history = replace(self._history, excluded=excluded)
                 return None
             case Stateless():
@@ -262,7 +265,7 @@ class Generation:
         errors = [reply for reply in replies if isinstance(reply, BaseException)]
         if errors:
             await self._release({hop.url for hop in route.hops}, through_epoch=self._epoch)
-            self._history = replace(self._history, retried=True)  # nothing was sent that could be sent again as it was
+            self._history = replace(self._history, retries=MAX_RETRIES)  # no frame was sent that could be sent again
             raise errors[0]
 
     async def _prefill(self, route: Route) -> AsyncGenerator[PrefillProgress | FrameReply]:
@@ -316,18 +319,18 @@ class Generation:
 
     async def _forward(self, route: Route, frame: Frame) -> FrameReply:
         """Send a frame; where recovery says so, the identical one again."""
-        try:
-            return await self._engine.transport.forward(route.hops[0].url, frame)
-        except HopError as failure:
-            action = next_action(failure, _blamed(failure, route), self._history)
-            if not isinstance(action, Retry):
-                raise
-            self._report.failed(failure, "Retry")
-        try:
-            return await self._engine.transport.forward(route.hops[0].url, frame)
-        except HopError:
-            self._history = replace(self._history, retried=True)
-            raise
+        retries = 0
+        while True:
+            try:
+                return await self._engine.transport.forward(route.hops[0].url, frame)
+            except HopError as failure:
+                self._history = replace(self._history, retries=retries)
+                action = next_action(failure, _blamed(failure, route), self._history)
+                if not isinstance(action, Retry):
+                    raise
+                self._report.failed(failure, "Retry")
+                await self._engine.sleep(action.wait_s)
+                retries += 1
 
     async def _release(self, urls: set[str], through_epoch: int | None = None) -> None:
         async def one(url: str) -> None:

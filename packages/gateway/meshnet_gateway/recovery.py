@@ -27,6 +27,7 @@ from meshnet_core.errors import (
 )
 
 MAX_ATTEMPTS = 12  # failures in a row without a token between them
+MAX_RETRIES = 2  # of one frame: a route has more than one connection that can break
 MISSES_BEFORE_STATELESS = 3
 BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0
@@ -35,6 +36,8 @@ MAX_BACKOFF_S = 3.0
 @dataclass(frozen=True, slots=True)
 class Retry:
     """Send the identical frame again; hops answer it from their last run."""
+
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,13 @@ class History:
     Attributes:
         failures: errors since then, oldest first.
         excluded: nodes that routes leave out.
-        retried: the frame that failed was sent again already.
+        retries: how often the frame that failed was sent again already.
         stateless: no cache is in use.
     """
 
     failures: tuple[MeshnetError, ...] = ()
     excluded: frozenset[str] = frozenset()
-    retried: bool = False
+    retries: int = 0
     stateless: bool = False
 
 
@@ -104,7 +107,9 @@ def next_action(failure: MeshnetError, node_id: str | None, history: History) ->
                 return Fail(failure) if history.stateless and misses > 2 * MISSES_BEFORE_STATELESS else Stateless()
             return RePrefill()
         case HopUnreachableError():
-            return Reroute(without, wait_s if attempts else 0.0) if history.retried else Retry()
+            if history.retries < MAX_RETRIES:
+                return Retry(BACKOFF_S * history.retries)
+            return Reroute(without, wait_s if attempts else 0.0)
         case DeadlineError() | DrainingError():
             return Reroute(without)
         case HopFailedError():

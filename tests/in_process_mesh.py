@@ -1,0 +1,197 @@
+"""A mesh in this process: real shards of a tiny model on real forward lanes, joined without sockets.
+
+Frames, stores, lanes and the generation loop are the production ones; only the transport and the tracker's place are
+taken by their in-process counterparts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from meshnet_core.clock import Clock, SystemClock
+from meshnet_core.coverage import ModelSummary, served_models
+from meshnet_core.frames import Frame, FrameReply
+from meshnet_core.ids import mint_boot_id
+from meshnet_core.layer_range import LayerRange
+from meshnet_core.membership import NodeInfo, Snapshot
+from meshnet_core.planning import plan_route
+from meshnet_core.route import Route
+from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.transport import InProcessTransport
+from meshnet_gateway.generation import Generation, GenerationEngine, GenerationRequest, PrefillProgress
+from meshnet_node.cache_store import CacheStore, StoreLimits
+from meshnet_node.forward_lane import ForwardLane
+from meshnet_node.hop_service import HopService
+from meshnet_node.sampler import sample
+from meshnet_node.shard_loader import load_shard
+from meshnet_node.shard_pool import LoadedShard, ShardPool
+from tiny_models import VOCAB
+
+MODEL = "tiny"
+FINGERPRINT = "f" * 64
+
+
+class RecordingTransport(InProcessTransport):
+    """Notes every frame with the hop it went to; `on_forward` may raise or change things before it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[tuple[str, Frame]] = []
+        self.on_forward: Callable[[str, Frame], None] = lambda url, frame: None
+
+    async def forward(self, url: str, frame: Frame) -> FrameReply:
+        self.frames.append((url, frame))
+        self.on_forward(url, frame)
+        return await super().forward(url, frame)
+
+
+@dataclass
+class TinyMesh:
+    """The services by URL, in the order of the ranges given."""
+
+    transport: RecordingTransport
+    services: dict[str, HopService]
+    clock: Clock
+    down: set[str] = field(default_factory=set)
+    slept: list[float] = field(default_factory=list)
+
+    @property
+    def urls(self) -> list[str]:
+        return list(self.services)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            tuple(
+                NodeInfo(
+                    node_id=url.removeprefix("http://"),
+                    url=url,
+                    boot=service.boot,
+                    version="test",
+                    device="cpu",
+                    shards=tuple(shard.info() for shard in service.shards),
+                    sessions=len(service.store),
+                    draining=service.draining,
+                )
+                for url, service in self.services.items()
+                if url not in self.down
+            )
+        )
+
+    async def model(self, name: str) -> ModelSummary:
+        return next(model for model in served_models(self.snapshot()) if model.name == name)
+
+    async def route(self, model: ModelSummary, excluded: frozenset[str]) -> Route:
+        return plan_route(self.snapshot(), model.name, excluded)
+
+    def kill(self, url: str) -> HopService:
+        """As if the process died: nothing answers there, the tracker does not know yet."""
+        del self.transport.endpoints[url]
+        return self.services[url]
+
+    def engine(self, **options: float) -> GenerationEngine:
+        chunk = int(options.pop("chunk", 256))
+        return GenerationEngine(self, self.transport, self.clock, chunk=chunk, sleep=self._note_sleep, **options)
+
+    async def _note_sleep(self, seconds: float) -> None:
+        """Backoff is noted, not sat out."""
+        self.slept.append(seconds)
+        await asyncio.sleep(0)
+
+    async def answer(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams | None = None,
+        *,
+        cache: bool = True,
+        chunk: int = 256,
+        stop_ids: frozenset[int] = frozenset(),
+        during: Callable[[Generation, SampledToken], None] = lambda generation, token: None,
+    ) -> tuple[list[SampledToken], dict[str, object]]:
+        """Run one generation to its end; ``during`` is called after each token."""
+        request = GenerationRequest(MODEL, tuple(prompt), max_tokens, sampling or SamplingParams(), stop_ids, cache)
+        generation = self.engine(chunk=chunk).start(request)
+        tokens: list[SampledToken] = []
+        try:
+            async with aclosing(aiter(generation)) as events:
+                async for event in events:
+                    if isinstance(event, PrefillProgress):
+                        continue
+                    tokens.append(event)
+                    during(generation, event)
+        finally:
+            await generation.aclose()
+        return tokens, generation.report()
+
+    @property
+    def held_sessions(self) -> int:
+        return sum(len(service.store) for service in self.services.values())
+
+
+@asynccontextmanager
+async def tiny_mesh(
+    folder: Path,
+    ranges: Sequence[str],
+    *,
+    clock: Clock | None = None,
+    limits: StoreLimits | None = None,
+) -> AsyncIterator[TinyMesh]:
+    """One node for each of ``ranges`` (inclusive, as people type them), all of the model in ``folder``."""
+    torch.set_num_threads(1)
+    time = clock or SystemClock()
+    mesh = TinyMesh(RecordingTransport(), {}, time)
+    for index, layers in enumerate(ranges):
+        url = f"http://node-{index}"
+        add_node(mesh, folder, url, layers, limits)
+    try:
+        yield mesh
+    finally:
+        for service in mesh.services.values():
+            await service.close()
+
+
+def add_node(mesh: TinyMesh, folder: Path, url: str, layers: str, limits: StoreLimits | None = None) -> HopService:
+    """A node at ``url``; one that was there before is replaced, as by a restart."""
+    backend = load_shard(folder, LayerRange.parse(layers), dtype="float32", device="cpu")
+    shard = LoadedShard(backend, MODEL, FINGERPRINT, max_positions=512)
+    service = HopService(
+        boot=mint_boot_id(),
+        shards=ShardPool([shard]),
+        store=CacheStore(limits or StoreLimits(budget_bytes=2**30), mesh.clock),
+        lane=ForwardLane(),
+        transport=mesh.transport,
+        sample=sample,
+        clock=mesh.clock,
+    )
+    mesh.services[url] = service
+    mesh.transport.endpoints[url] = service
+    return service
+
+
+def reference_model(folder: Path) -> PreTrainedModel:
+    """The unsharded model, fp32."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def reference_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy continuation of the unsharded model, with no cache at all."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids that no model would write."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
