@@ -1,0 +1,77 @@
+"""What a person sees when something went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer
+
+from meshnet_cli import complaint
+from meshnet_core.errors import (
+    InvalidInputError,
+    LayersUnavailableError,
+    MeshnetError,
+    ModelNotFoundError,
+    TrackerUnreachableError,
+    UnsupportedModelError,
+)
+
+
+def command(error: BaseException | None) -> Any:
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def fail(number: int = 0) -> None:
+        if error is not None:
+            raise error
+
+    return typer.main.get_command(app)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidInputError("layers are wrong; write 0-20"), 2),
+        (ModelNotFoundError("no such model; give a folder"), 2),
+        (UnsupportedModelError("zamba2 cannot be cut"), 2),
+        (TrackerUnreachableError("no tracker; start one"), 1),
+        (LayersUnavailableError("layers 3-5 are missing"), 1),
+        (complaint.CommandFailedError("node-1 ended"), 1),
+    ],
+)
+def test_errors_of_the_tree_are_one_line_and_an_exit_code(
+    error: MeshnetError, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaint.run(command(error), []) == code
+    assert capsys.readouterr().err == f"meshnet: {error.message}\n"
+
+
+def test_an_unexpected_error_is_no_traceback_but_says_how_to_get_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint.run(command(RuntimeError("boom")), []) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("meshnet: unexpected RuntimeError: boom\n")
+    assert "MESHNET_DEBUG=1" in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), InvalidInputError("wrong")])
+def test_debugging_lets_the_traceback_through(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHNET_DEBUG", "1")
+    with pytest.raises(type(error)):
+        complaint.run(command(error), [])
+
+
+@pytest.mark.parametrize("arguments", [["--bogus"], ["--number", "x"], ["stray"]])
+def test_a_usage_error_is_two_lines_that_point_at_the_help(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaint.run(command(None), arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[1] == "Try: meshnet --help"
+
+
+def test_success_is_0_and_an_interrupt_130() -> None:
+    assert complaint.run(command(None), []) == 0
+    assert complaint.run(command(KeyboardInterrupt()), []) == 130
