@@ -145,21 +145,25 @@ def decode_open(body: Body) -> OpenDocument:
     return OpenDocument.from_wire(decode_json(body, "an open document"))
 
 
-def encode_release(session: str) -> bytes:
-    return encode_json({"session": session})
+def encode_release(session: str, through_epoch: int | None) -> bytes:
+    """A release of a session, or of its epochs up to one; read back by :func:`decode_release`."""
+    return encode_json({"session": session} | ({} if through_epoch is None else {"through_epoch": through_epoch}))
 
 
-def decode_release(body: Body) -> str:
-    """The session that a release call names.
+def decode_release(body: Body) -> tuple[str, int | None]:
+    """The session that a release call names, and the last epoch that it is about; None where it is about all.
 
     Raises:
-        BadFrameError: the body is not ``{"session": id}``.
+        BadFrameError: the body is not ``{"session": id}`` with or without ``"through_epoch"``.
     """
     document = decode_json(body, "a release")
-    if not isinstance(document, dict) or set(document) != {"session"}:
-        raise BadFrameError('a release is the JSON object {"session": id}, with no other field')
+    if not isinstance(document, dict) or "session" not in document or set(document) - {"session", "through_epoch"}:
+        raise BadFrameError('a release is the JSON object {"session": id}; only "through_epoch" may stand beside it')
+    epoch = document.get("through_epoch")
+    if "through_epoch" in document and (type(epoch) is not int or not 0 <= epoch <= MAX_NUMBER):
+        raise BadFrameError(f"through_epoch must be a whole number from 0 to {MAX_NUMBER}, not {str(epoch)[:80]!r}")
     try:
-        return check_id(document["session"], "session")
+        return check_id(document["session"], "session"), epoch
     except InvalidInputError as error:
         raise BadFrameError(error.message) from error
 

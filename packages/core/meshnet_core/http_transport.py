@@ -99,9 +99,9 @@ class HttpTransport:
         reply = http_codec.decode_reply(answer, FrameReply.from_wire)
         return replace(reply, boot=boot or "")
 
-    async def release(self, url: str, session: str) -> int:
+    async def release(self, url: str, session: str, through_epoch: int | None = None) -> int:
         call = _Call("POST", url, "/hop/release", self._control_timeout_s, None)
-        body = http_codec.encode_release(session)
+        body = http_codec.encode_release(session, through_epoch)
         answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(), body))
         return http_codec.decode_released(answer)
 

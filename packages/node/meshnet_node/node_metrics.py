@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 # From a decode step of a tiny model on loopback to a prefill chunk of a large one on a slow machine.
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-# Keys of a node's status that are numbers at the moment of asking, with what they say.
+# Numbers of a node's status, with what they say; those that a status lacks are left out.
 _GAUGES = {
     "sessions": "Sessions that the node holds state of.",
     "state_bytes": "Bytes of session state held.",
+    "reserved_bytes": "Bytes of session state held or set aside.",
+    "budget_bytes": "Bytes of session state that the node may hold.",
     "queued": "Frames waiting for a forward lane.",
 }
 
@@ -22,7 +24,7 @@ class NodeMetrics:
     """Counters of one node, in a registry of their own so that several nodes can share a process.
 
     Args:
-        status: the node's status; its numbers named in this module become gauges, read when somebody asks.
+        status: the node's status; what this module knows of it is read when somebody asks for the metrics.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,14 +61,23 @@ class NodeMetrics:
 
 
 class _StatusGauges:
+    """A collector, as prometheus_client names what is asked for its values at every exposition."""
+
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         self._status = status
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         status = self._status()
         for key, text in _GAUGES.items():
             if key in status:
                 yield GaugeMetricFamily(f"meshnet_node_{key}", text, value=float(status[key]))
 
-    def describe(self) -> Iterable[GaugeMetricFamily]:
+        dropped = CounterMetricFamily(
+            "meshnet_node_sessions_dropped", "Sessions whose state was dropped, by reason.", labels=["reason"]
+        )
+        for reason, count in status.get("dropped", {}).items():
+            dropped.add_metric([reason], count)
+        yield dropped
+
+    def describe(self) -> Iterable[Metric]:
         return ()

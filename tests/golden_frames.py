@@ -1,0 +1,106 @@
+"""One prefill and one decode frame with the very headers, bytes and replies they have on the wire.
+
+The worked example of docs/wire-protocol.md is made of these; a test holds the two together. The model is a toy of
+hidden size 4 in bfloat16, so that a body fits a line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
+from meshnet_core.sampling import SampledToken
+
+SESSION = "s-0f1e2d3c4b5a69788796a5b4c3d2e1f0"
+HOST = "10.0.0.7:7410"
+
+
+@dataclass(frozen=True)
+class Golden:
+    frame: Frame
+    headers: tuple[tuple[str, str], ...]
+    body_hex: str
+    reply: FrameReply
+    reply_json: str
+
+    def request_text(self) -> str:
+        """The request as people read it: the head as it is sent, the body as hex, four bytes a group."""
+        head = [("Host", HOST), *self.headers, ("Content-Length", str(len(bytes.fromhex(self.body_hex))))]
+        lines = ["POST /hop/forward HTTP/1.1", *(f"{name}: {value}" for name, value in head), "", self.body_hex]
+        return "\n".join(lines)
+
+
+# Five token ids (1, 9690, 198, 2683, 359) into the first hop, the prompt's last chunk: sample after its last position.
+PREFILL = Golden(
+    frame=Frame(
+        session=SESSION,
+        epoch=0,
+        hop_index=0,
+        start_layer=0,
+        phase=Phase.PREFILL,
+        position=256,
+        seq_len=5,
+        sample=1,
+        deadline_ms=30000,
+        cache=True,
+        body=bytes.fromhex("01000000 da250000 c6000000 7b0a0000 67010000"),
+    ),
+    headers=(
+        ("X-Meshnet-Protocol", "1"),
+        ("X-Meshnet-Session", SESSION),
+        ("X-Meshnet-Epoch", "0"),
+        ("X-Meshnet-Hop-Index", "0"),
+        ("X-Meshnet-Start-Layer", "0"),
+        ("X-Meshnet-Phase", "prefill"),
+        ("X-Meshnet-Position", "256"),
+        ("X-Meshnet-Seq-Len", "5"),
+        ("X-Meshnet-Sample", "1"),
+        ("X-Meshnet-Deadline-Ms", "30000"),
+        ("X-Meshnet-Cache", "on"),
+    ),
+    body_hex="01000000 da250000 c6000000 7b0a0000 67010000",
+    reply=FrameReply(
+        position=261,
+        tokens=(SampledToken(28, -0.25, ((28, -0.25), (30, -2.5))),),
+        timings=(HopTiming(0, 0.125, 12.5, 0.0, 25.75, 40), HopTiming(1, 0.25, 11.0, 0.5, 12.25, 0)),
+    ),
+    reply_json=(
+        '{"position":261,"tokens":[{"id":28,"logprob":-0.25,"top":[[28,-0.25],[30,-2.5]]}],'
+        '"timings":[[0,0.125,12.5,0.0,25.75,40],[1,0.25,11.0,0.5,12.25,0]]}'
+    ),
+)
+
+# One position of hidden states (1.0, -2.0, 0.5, 3.0 in bfloat16) into the second hop, whose layers begin at 15.
+DECODE = Golden(
+    frame=Frame(
+        session=SESSION,
+        epoch=0,
+        hop_index=1,
+        start_layer=15,
+        phase=Phase.DECODE,
+        position=261,
+        seq_len=1,
+        sample=1,
+        deadline_ms=28417,
+        cache=True,
+        body=bytes.fromhex("803f00c0 003f4040"),
+    ),
+    headers=(
+        ("X-Meshnet-Protocol", "1"),
+        ("X-Meshnet-Session", SESSION),
+        ("X-Meshnet-Epoch", "0"),
+        ("X-Meshnet-Hop-Index", "1"),
+        ("X-Meshnet-Start-Layer", "15"),
+        ("X-Meshnet-Phase", "decode"),
+        ("X-Meshnet-Position", "261"),
+        ("X-Meshnet-Seq-Len", "1"),
+        ("X-Meshnet-Sample", "1"),
+        ("X-Meshnet-Deadline-Ms", "28417"),
+        ("X-Meshnet-Cache", "on"),
+    ),
+    body_hex="803f00c0 003f4040",
+    reply=FrameReply(position=262, tokens=(SampledToken(345),), timings=(HopTiming(1, 0.0, 9.75, 0.25, 10.25, 0),)),
+    reply_json='{"position":262,"tokens":[{"id":345}],"timings":[[1,0.0,9.75,0.25,10.25,0]]}',
+)
+
+GOLDEN = {"prefill": PREFILL, "decode": DECODE}
