@@ -14,6 +14,7 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node.model_backend import ShardWork, TorchModelShard
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_loader import load_shard
+from tiny_models import save_tiny
 
 TOLERANCE = 1e-4
 
@@ -36,30 +37,34 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
 
 
-def assert_far(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Logits that :func:`assert_close` refuses by a wide margin, a hundred tolerances at some place."""
+def assert_far(one: torch.Tensor, other: torch.Tensor, margin: float = 100) -> None:
+    """Logits that :func:`assert_close` refuses, and by ``margin`` tolerances at some place."""
     with pytest.raises(AssertionError):
         assert_close(one, other)
-    assert float((one - other).abs().max()) > 100 * TOLERANCE
+    assert float((one - other).abs().max()) > margin * TOLERANCE
 
 
 class Models:
     """Tiny checkpoints with their loaded shards and unsharded references, each made once."""
 
-    def __init__(self, folders: dict[str, Path]) -> None:
-        self.folders = folders
+    def __init__(self, root: Path) -> None:
+        self._root = root
         self._shards: dict[tuple[str, LayerRange], TorchModelShard] = {}
         self._references: dict[str, PreTrainedModel] = {}
+
+    def folder(self, family: str) -> Path:
+        folder = self._root / family
+        return folder if folder.exists() else save_tiny(family, folder)
 
     def shard(self, family: str, start: int, stop: int) -> TorchModelShard:
         key = (family, LayerRange(start, stop))
         if key not in self._shards:
-            self._shards[key] = load_shard(self.folders[family], key[1], dtype="float32", device="cpu")
+            self._shards[key] = load_shard(self.folder(family), key[1], dtype="float32", device="cpu")
         return self._shards[key]
 
     def reference(self, family: str) -> PreTrainedModel:
         if family not in self._references:
-            model = AutoModelForCausalLM.from_pretrained(self.folders[family], dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(self.folder(family), dtype=torch.float32)
             self._references[family] = model.eval()
         return self._references[family]
 

@@ -44,46 +44,138 @@ _DELTA: dict[str, Any] = {
 }
 _LINEAR, _FULL, _SLIDING, _CONV = "linear_attention", "full_attention", "sliding_attention", "conv"
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 4},
-    "qwen2": {"num_hidden_layers": 4, "tie_word_embeddings": True},
-    "qwen3": {"num_hidden_layers": 4},
-    "mistral": {"num_hidden_layers": 4, "sliding_window": 11},
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+_LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_HYBRID = [_LINEAR, _LINEAR, _FULL, _LINEAR, _FULL]
+_WINDOWED = [_SLIDING, _SLIDING, _FULL, _SLIDING]
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+CORE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "mistral": {"sliding_window": 11},
     "gemma3_text": {
-        "num_hidden_layers": 5,
         "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
         "sliding_window": 11,
         "query_pre_attn_scalar": 8,
         "tie_word_embeddings": True,
     },
-    "lfm2": {"num_hidden_layers": 5, "layer_types": [_CONV, _CONV, _FULL, _CONV, _FULL], "conv_L_cache": 3},
-    "qwen3_moe": {"num_hidden_layers": 4, **_MOE, "mlp_only_layers": [1]},
-    "qwen3_next": {"num_hidden_layers": 5, "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR, _FULL], **_MOE, **_DELTA},
-    "qwen3_5_text": {"num_hidden_layers": 5, "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR, _FULL], **_DELTA},
-    "qwen3_5_moe_text": {
-        "num_hidden_layers": 5,
-        "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR, _FULL],
-        **_MOE,
-        **_DELTA,
-    },
+    "lfm2": {"layer_types": [_CONV, _CONV, _FULL, _CONV, _FULL], "conv_L_cache": 3},
+    "qwen3_moe": {**_MOE, "mlp_only_layers": [1]},
+    "qwen3_next": {"layer_types": _HYBRID, **_MOE, **_DELTA},
+    "qwen3_5_text": {"layer_types": _HYBRID, **_DELTA},
+    "qwen3_5_moe_text": {"layer_types": _HYBRID, **_MOE, **_DELTA},
 }
-"""Family -> what its config has besides the common part."""
+"""The families that meshnet is made for -> what their tiny config has besides the common part."""
+
+MORE: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0, "layer_types": _WINDOWED, "sliding_window": 11},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "ernie4_5": {},
+    "exaone4": {"layer_types": _WINDOWED, "sliding_window": 11},
+    "falcon_h1": {**_MAMBA, "mamba_n_heads": 4, "mamba_d_ssm": 32, "embedding_multiplier": 3.0},
+    "gemma": {},
+    "gemma2": {"layer_types": [_SLIDING, _FULL] * 2, "sliding_window": 11, "query_pre_attn_scalar": 8},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "gpt_oss": {
+        "layer_types": [_SLIDING, _FULL] * 2,
+        "sliding_window": 11,
+        "rope_parameters": _PLAIN_ROPE,
+        **_LOCAL_EXPERTS,
+    },
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "granitemoe": {"embedding_multiplier": 3.0, **_LOCAL_EXPERTS},
+    "granitemoehybrid": {
+        "layer_types": _HYBRID,
+        "embedding_multiplier": 3.0,
+        "shared_intermediate_size": 16,
+        "position_embedding_type": "rope",
+        **_MAMBA,
+        **_LOCAL_EXPERTS,
+    },
+    "hunyuan_v1_dense": {},
+    "lfm2_moe": {"layer_types": [_CONV, _CONV, _FULL, _CONV, _FULL], "conv_L_cache": 3, "num_dense_layers": 1, **_MOE},
+    "ministral": {"layer_types": [_SLIDING, _FULL] * 2, "sliding_window": 11},
+    "mixtral": _LOCAL_EXPERTS,
+    "nemotron_h": {
+        "layers_block_type": [_LINEAR, _FULL, "mlp", _LINEAR, "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "n_routed_experts": 6,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "olmo2": {},
+    "olmo3": {"layer_types": [_SLIDING, _FULL] * 2, "sliding_window": 11},
+    "olmo_hybrid": {"layer_types": _HYBRID, **_DELTA},
+    "phi3": {"sliding_window": 11},
+    "qwen2_moe": _MOE,
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "starcoder2": {"sliding_window": 11},
+}
+"""More families that the shard tests cover."""
+
+FAMILIES: dict[str, dict[str, Any]] = {**CORE, **MORE}
 
 
 def num_layers(family: str) -> int:
     """Layers of the tiny model of ``family``."""
-    return int(FAMILIES[family]["num_hidden_layers"])
+    pattern = FAMILIES[family].get("layer_types") or FAMILIES[family].get("layers_block_type")
+    return len(pattern) if pattern else 4
 
 
 def save_tiny(family: str, folder: Path, *, seed: int = 0, max_shard_size: str = "50GB", **overrides: Any) -> Path:
     """Draw the tiny model of ``family`` in float32 and save it in ``folder``; ``overrides`` go over its config."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **overrides})
+    config = AutoConfig.for_model(
+        family, **{**_COMMON, "num_hidden_layers": num_layers(family), **FAMILIES[family], **overrides}
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 and "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)  # else a skipped norm weight would not show
+            # As drawn, gated delta layers forget within a position or two, and a wrong recurrent state would not show.
+            elif name.endswith("A_log"):
+                parameter.uniform_(-1.0, 0.0)
+            elif name.endswith("dt_bias"):
+                parameter.uniform_(-4.0, -2.0)
     model.eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

@@ -34,16 +34,44 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        Family("cohere"),
+        Family("cohere2", takes_masks=True),
+        Family("deepseek_v3"),
+        Family("ernie4_5"),
+        Family("exaone4", takes_masks=True),
+        Family("falcon_h1", final_norm="final_layernorm"),
+        Family("gemma"),
+        Family("gemma2", takes_masks=True),
         Family("gemma3_text", takes_masks=True),
+        Family("glm"),
+        Family("glm4"),
+        Family("glm4_moe"),
+        Family("gpt_oss", takes_masks=True),
+        Family("granite"),
+        Family("granitemoe"),
+        Family("granitemoehybrid", takes_masks=True),
+        Family("hunyuan_v1_dense"),
         Family("lfm2", takes_masks=True, final_norm="embedding_norm"),
+        Family("lfm2_moe", takes_masks=True, final_norm="embedding_norm"),
         Family("llama"),
+        Family("ministral", takes_masks=True),
         Family("mistral"),
+        Family("mixtral"),
+        Family("nemotron_h", takes_masks=True, final_norm="norm_f"),
+        Family("olmo2"),
+        Family("olmo3", takes_masks=True),
+        Family("olmo_hybrid", takes_masks=True),
+        Family("phi3"),
         Family("qwen2", takes_masks=True),
+        Family("qwen2_moe", takes_masks=True),
         Family("qwen3", takes_masks=True),
         Family("qwen3_5_moe_text", takes_masks=True),
         Family("qwen3_5_text", takes_masks=True),
         Family("qwen3_moe"),
         Family("qwen3_next", takes_masks=True),
+        Family("seed_oss"),
+        Family("smollm3", takes_masks=True),
+        Family("starcoder2"),
     )
 }
 
@@ -53,19 +81,20 @@ TEXT_TOWERS: dict[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_
 _STREAMS = "more than one tensor passes from layer to layer, and frames carry one"
 _COMPUTED_TYPES = "which layers are attention is computed from absolute indices, so a sliced config would be wrong"
 _SHARED_KV = "layers share K/V with earlier layers, so a split may separate a sharer from its source"
-_SCALED_EMBEDDINGS = "the base model scales embeddings in its forward, so a later shard would scale them again"
 _VISION = "it is a multimodal wrapper whose text tower cannot be loaded by itself"
+
+_MOVING_ROPES = {
+    "dynamic": "whose frequencies depend on the longest sequence that any session ran before",
+    "longrope": "whose frequencies change once a sequence passes a length, so that the keys held before go stale",
+}
 
 REASONS: dict[str, str] = {
     "bamba": _COMPUTED_TYPES,
-    "falcon_h1": _SCALED_EMBEDDINGS,
     "gemma3": _VISION,
     "gemma3n": _STREAMS,
     "gemma3n_text": _STREAMS,
     "gemma4": _SHARED_KV,
     "gemma4_text": _SHARED_KV,
-    "granite": _SCALED_EMBEDDINGS,
-    "granitemoe": _SCALED_EMBEDDINGS,
     "jamba": _COMPUTED_TYPES,
     "llama4": "its layers lie one level deeper than the loader looks",
     "llama4_text": "its layers lie one level deeper than the loader looks",
@@ -103,10 +132,11 @@ def family_of(config: PreTrainedConfig) -> Family:
             f"this {config.model_type} checkpoint is quantized; use its float version, or a GGUF file of it"
         )
     for rope in _rope_parameters(config):
-        if rope.get("rope_type", rope.get("type")) == "dynamic":
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in _MOVING_ROPES:
             raise UnsupportedModelError(
-                f"this {config.model_type} checkpoint uses dynamic rope scaling, whose frequencies depend on what "
-                "other sessions ran before; set rope_type to yarn or linear where the model allows it"
+                f"this {config.model_type} checkpoint uses {kind} rope scaling, {_MOVING_ROPES[kind]}; "
+                "use a checkpoint without it"
             )
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(

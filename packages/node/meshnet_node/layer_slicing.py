@@ -28,8 +28,8 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node.family_support import Family
 
 _PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
-_ATTENDING = frozenset({"full_attention", "sliding_attention"})
-_MASK_FREE = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv"})
+_ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
+_MASK_FREE = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv", "moe", "mlp"})
 """Layer types that need no mask for a single newest position: it may see all that their cache returns to it."""
 
 
@@ -53,7 +53,7 @@ def prune(model: PreTrainedModel, layers: LayerRange, family: Family) -> None:
         model.lm_head = nn.Identity()
         model.all_tied_weights_keys = {}
     if layers.start > 0 and not (is_last and model.all_tied_weights_keys):
-        base.embed_tokens = nn.Identity()
+        base.set_input_embeddings(nn.Identity())
 
 
 class LayerView:
@@ -159,6 +159,8 @@ def _renumber(model: PreTrainedModel, held: LayerRange, wanted: LayerRange) -> N
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.layer_idx = local
     base.layers = nn.ModuleList(kept)
+    if wanted.start > 0 and hasattr(base, "embedding_multiplier"):
+        base.embedding_multiplier = 1.0  # these scale whatever comes in; what comes in here was scaled by the first hop
 
 
 def _slice_config(config: PreTrainedConfig, layers: LayerRange) -> None:

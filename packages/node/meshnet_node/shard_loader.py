@@ -101,7 +101,7 @@ def load_shard(
     _fill(model, checkpoint, on, layers, progress or (lambda done, total: None))
     if layers.start > 0:
         base: Any = model.base_model
-        base.embed_tokens = nn.Identity()  # a tied tail's matrix lives on in its output projection
+        base.set_input_embeddings(nn.Identity())  # a tied tail's matrix lives on in its output projection
     model.train(mode=False).requires_grad_(requires_grad=False)
     return TorchModelShard(model, layers, family)
 
