@@ -70,7 +70,7 @@ def reference_folder() -> Path:
 @functools.cache
 def reference_model() -> Any:
     """The unsharded fp32 model, one per process; do not change it."""
-    return AutoModelForCausalLM.from_pretrained(reference_folder(), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(reference_folder(), dtype=torch.float32)  # in evaluation mode
 
 
 @functools.cache

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
-import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from meshnet_core.errors import InvalidInputError, UnsupportedModelError
+from meshnet_node.atomic_file import folder_renamed_when_done, remove_stale, renamed_when_done
 from meshnet_node.fingerprint import gguf_fingerprint
 from meshnet_node.gguf_header import read_gguf_header
 from meshnet_node.gguf_values import GgufValues
@@ -27,7 +25,7 @@ from meshnet_node.tensor_index import encode_header, read_header, tensor_bytes
 from meshnet_node.text_files import read_text_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from meshnet_core.layer_range import LayerRange
     from meshnet_node.gguf_tensor_map import TensorPlan
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 CONVERSION_VERSION = 1
 # Our word for a dtype, and the safetensors format's.
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_PARTIAL = ".partial"
-_STALE_S = 24 * 3600  # a partial file this old is a crash's, not another process's
 
 
 class Progress(Protocol):
@@ -102,7 +98,7 @@ class GgufConversion:
         missing = [part for part in wanted if not self._is_whole(folder / f"{part}.safetensors", part, dtype)]
         if missing or not (folder / "config.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            _remove_stale(folder)
+            remove_stale(folder)
             self._copy_config(folder, dtype)
             if missing:
                 self._convert(folder, missing, dtype, progress)
@@ -158,27 +154,16 @@ class GgufConversion:
             document = json.loads((self._text / name).read_text("utf-8"))
             if name == "config.json":
                 document["dtype"] = dtype
-            with _renamed_when_done(folder / name) as path:
+            with renamed_when_done(folder / name) as path:
                 path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", "utf-8")
 
     def _make_text_folder(self) -> None:
         from meshnet_node.gguf_text import save_text_files  # noqa: PLC0415  torch and transformers, only when needed
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        _remove_stale(self.folder)
-        partial = self.folder / f".text.{os.getpid()}.{secrets.token_hex(4)}{_PARTIAL}"
-        partial.mkdir()
-        try:
-            save_text_files(self.path, self.header, partial)
-            for file in partial.iterdir():
-                _sync(file)
-            try:
-                partial.rename(self._text)
-            except OSError:
-                if not (self._text / "config.json").is_file():  # else another process was faster
-                    raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        remove_stale(self.folder)
+        with folder_renamed_when_done(self._text) as folder:
+            save_text_files(self.path, self.header, folder)
 
 
 def check_dtype(dtype: str) -> None:
@@ -200,7 +185,7 @@ def _write_part(
     import torch  # noqa: PLC0415  only when something is converted
 
     code, kind = DTYPES[dtype], getattr(torch, dtype)
-    with _renamed_when_done(target) as path, path.open("wb") as file:
+    with renamed_when_done(target) as path, path.open("wb") as file:
         file.write(encode_header([(plan.name, code, plan.shape) for plan in plans], stamp))
         for plan in plans:
             end = file.tell() + tensor_bytes(code, plan.shape)
@@ -215,39 +200,9 @@ def _write_part(
             on_bytes(plan.source_bytes)
 
 
-@contextmanager
-def _renamed_when_done(target: Path) -> Iterator[Path]:
-    """A new file beside ``target`` that takes its name only when the block ends well, after reaching the disk."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}{_PARTIAL}")
-    try:
-        yield partial
-        _sync(partial)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def _check_room(folder: Path, needed: int) -> None:
     if (free := shutil.disk_usage(folder).free) < needed:
         raise InvalidInputError(
             f"converting needs {needed >> 20} MiB in {folder}, where {free >> 20} MiB are free; make room, or set "
             f"MESHNET_CACHE to a folder on a larger disk"
         )
-
-
-def _remove_stale(folder: Path) -> None:
-    for path in folder.glob(f".*{_PARTIAL}"):
-        try:
-            if time.time() - path.stat().st_mtime < _STALE_S:
-                continue
-        except FileNotFoundError:  # its owner just finished
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)

@@ -82,8 +82,11 @@ def plan_tensors(header: GgufHeader, config: PretrainedConfig) -> dict[str, list
             or a shape differs; nothing is dropped or invented.
     """
     arch = header.architecture
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise UnsupportedModelError(f"transformers builds no language model from a GGUF of {arch}: {error}") from error
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
@@ -126,7 +129,10 @@ def _processed_plans(header: GgufHeader, config: PretrainedConfig, model: torch.
     """Plans by the name map and the tensor processors."""
     make_processor: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
     processor = make_processor(config=config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
+    try:
+        names = get_gguf_hf_weights_map(model, processor)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(f"a GGUF of {header.architecture} cannot be read: {error}") from error
     plans: list[TensorPlan] = []
     fused: dict[str, list[GgufTensor]] = {}
     for tensor in header.tensors.values():

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 
     from meshnet_node.gguf_header import GgufHeader
 
+# Sizes that transformers leaves at its config class's default, which is one model's: architecture, then metadata key
+# to config name.
+_LEFT_OUT = {
+    "qwen3": {"attention.key_length": "head_dim"},
+    "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
+    "qwen2moe": {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+}
 # Further tokens that end an answer; transformers reads only eos.
 _END_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -39,7 +49,7 @@ def save_text_files(path: Path, header: GgufHeader, folder: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
-    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+    except Exception as error:
         raise UnsupportedModelError(
             f"transformers cannot read {path.name} (architecture {header.architecture}): {error}; {USE_SAFETENSORS}"
         ) from error
@@ -48,6 +58,9 @@ def save_text_files(path: Path, header: GgufHeader, folder: Path) -> None:
     config.architectures = [name] if isinstance(name, str) else [name[0]]
     if "_model_name_or_path" in vars(config):  # the file's title, which would be taken for a place to load from
         del config._model_name_or_path
+    for key, setting in _LEFT_OUT.get(header.architecture, {}).items():
+        if (value := header.metadata.get(f"{header.architecture}.{key}")) is not None:
+            setattr(config, setting, value)
     restore_rope_factors(config, header, path)
     config.save_pretrained(folder)
     _generation_config(config, header).save_pretrained(folder)

@@ -109,7 +109,10 @@ def open_model(model: str, *, cache_dir: Path | None = None) -> ModelFiles:
     if _looks_like_path(model):
         raise ModelNotFoundError(f"no such model folder or file: {path}")
     if _HUB_ID.fullmatch(model):
-        raise ModelNotFoundError(f"hub ids such as {model} are not resolved yet; give a folder or a file")
+        from meshnet_node.hub_model import HubModel  # noqa: PLC0415  the hub client, only when it is asked for
+
+        hub = HubModel(model, cache)
+        return _model_files(model, hub.fingerprint, hub.config, hub)
     raise ModelNotFoundError(
         f"{model!r} is no model: give a Hugging Face folder, a .gguf file, a hub id such as org/name, or {SMOLLM2}"
     )
