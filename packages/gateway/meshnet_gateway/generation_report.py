@@ -69,6 +69,8 @@ class GenerationReport:
             report["ttft_s"] = round(times[0] - self._began, 4)
         if len(times) > 1:
             report["tokens_per_s"] = _rate(times)
+            report["tokens_per_s_first_50"] = _rate(times[: WINDOW + 1])
+            report["tokens_per_s_last_50"] = _rate(times[-WINDOW - 1 :])
             report["tokens_per_s_by_50"] = [
                 _rate(times[at : at + WINDOW + 1])
                 for at in range(0, len(times) - 1, WINDOW)
