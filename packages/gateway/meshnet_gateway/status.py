@@ -1,0 +1,64 @@
+"""The gateway's own figures, for Prometheus and for `GET /v1/meshnet/status`. Knows no request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from meshnet_core import __version__
+
+_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
+
+
+class GatewayFigures:
+    """Counts what the API does.
+
+    Args:
+        registry: where the metrics are registered; one gateway per registry.
+        active: how many generations are running now.
+    """
+
+    def __init__(self, registry: CollectorRegistry, active: Callable[[], int]) -> None:
+        self.registry = registry
+        self._active = active
+        self._began = time.monotonic()
+        self._outcomes: dict[str, int] = {}
+        self.requests = Counter(
+            "meshnet_gateway_requests",
+            "Generations asked for, by endpoint and by how they ended: ok, refused, failed, client_gone",
+            ("endpoint", "outcome"),
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "meshnet_gateway_tokens", "Tokens of prompts and of answers", ("kind",), registry=registry
+        )
+        self.first_token = Histogram(
+            "meshnet_gateway_time_to_first_token_seconds",
+            "From the request to the first token of its answer",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "meshnet_gateway_generation_seconds", "From the request to its end", buckets=_SECONDS, registry=registry
+        )
+        gauge = Gauge("meshnet_gateway_active_generations", "Generations running now", registry=registry)
+        gauge.set_function(active)
+
+    def ended(self, endpoint: str, outcome: str) -> None:
+        self.requests.labels(endpoint, outcome).inc()
+        self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+
+    def exposition(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "uptime_s": round(time.monotonic() - self._began, 1),
+            "active_generations": self._active(),
+            "requests": dict(sorted(self._outcomes.items())),
+        }

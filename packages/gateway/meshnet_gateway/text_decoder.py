@@ -1,0 +1,62 @@
+"""From token ids to text, one id at a time and whole characters only. Knows a decode function, no model.
+
+The pieces are final when they are given out, and together they are the text of the ids decoded at once. Decoding each
+id alone would not do: a character may span ids, and a word's leading space may depend on the id before it. So a short
+window of ids is decoded anew with every id, which always begins at a character's edge with ids whose text is out
+already; tokenizers' `DecodeStream` works alike, but raises an error where a model's broken bytes change how earlier
+ones read, and cannot be asked for what it still holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextDecoder:
+    """Text of a growing sequence of ids.
+
+    Args:
+        decode: text of a list of ids, in which broken or incomplete UTF-8 shows as U+FFFD.
+
+    One difference to ``decode`` of all ids remains, and only where a model of a byte-fallback vocabulary writes bytes
+    that are no UTF-8: those tokenizers then spoil the good characters directly before them too, which are kept here.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._out = ""  # what of the window's text is out
+        self._fresh = 0  # ids of the window that came after the last character's edge
+
+    def feed(self, token: int) -> str:
+        """The characters that are complete with this id; often one word, sometimes nothing."""
+        self._window.append(token)
+        self._fresh += 1
+        text = self._decode(self._window)
+        ready = text.rstrip(REPLACEMENT)
+        edge = ready == text
+        if not ready.startswith(self._out):  # bytes of an incomplete character made those before it unreadable
+            if not edge:
+                return ""
+            text = ready = self._out + self._decode(self._window[-self._fresh :])
+        piece = ready[len(self._out) :]
+        self._out = ready
+        if edge and piece:
+            # Only ids that brought text may lead the window: behind skipped ones alone a leading space is lost.
+            self._window = self._window[-self._fresh :]
+            self._out = self._decode(self._window)
+            self._fresh = 0
+        return piece
+
+    def flush(self) -> str:
+        """The rest, where the ids ended within a character: U+FFFD in its place. No id may follow."""
+        if not self._fresh:
+            return ""
+        text = self._decode(self._window)
+        if not text.startswith(self._out):
+            text = self._out + self._decode(self._window[-self._fresh :])
+        piece = text[len(self._out) :]
+        self._window, self._out, self._fresh = [], "", 0
+        return piece

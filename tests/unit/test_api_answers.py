@@ -1,0 +1,154 @@
+"""The API's answers, whole and streamed, over a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from meshnet_core.errors import DeadlineError, LayersUnavailableError
+from meshnet_gateway.api import create_app
+from meshnet_gateway.generation import PrefillProgress
+from meshnet_gateway.text_model import TextModel
+from scripted_engine import FixedMesh, FixedTexts, ScriptedEngine, summary, tokens
+from tiny_tokenizers import byte_level_files
+
+USER = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def model() -> TextModel:
+    return TextModel.from_files("tiny", "f" * 64, byte_level_files())
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        yield client
+
+
+def app_of(engine: ScriptedEngine, model: TextModel, mesh: FixedMesh | None = None) -> FastAPI:
+    return create_app(engine, FixedTexts({model.name: model}), mesh or FixedMesh([summary("tiny")]))
+
+
+async def post(app: FastAPI, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
+    async with client_of(app) as client:
+        return await client.post(path, json={"model": "tiny", **body})
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """Parsed data of each event; comments as strings that begin with a colon."""
+    found: list[Any] = []
+    for block in response.text.split("\n\n")[:-1]:
+        if block.startswith("data: "):
+            data = block.removeprefix("data: ")
+            found.append("[DONE]" if data == "[DONE]" else json.loads(data))
+        else:
+            found.append(block)
+    return found
+
+
+def content_of(events: list[Any]) -> str:
+    choices = [choice for event in events if isinstance(event, dict) for choice in event.get("choices", [])]
+    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
+
+
+async def test_whole_answer(model: TextModel) -> None:
+    said = model.encode("The fox 你好")
+    engine = ScriptedEngine(tokens(said))
+    response = await post(app_of(engine, model), messages=USER)
+    body = response.json()
+    assert response.status_code == 200
+    assert body["object"] == "chat.completion"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "The fox 你好", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    prompt = len(model.render_chat(USER))
+    assert body["usage"]["prompt_tokens"] == prompt
+    assert body["usage"]["completion_tokens"] == len(said)
+    assert body["usage"]["total_tokens"] == prompt + len(said)
+    assert body["meshnet"]["session"] == "s-1"
+    assert body["meshnet"]["seed"] == engine.requests[0].sampling.seed
+    assert response.headers["x-request-id"] == body["id"]
+    assert engine.closed == ["s-1"]
+
+
+async def test_streamed_answer_has_progress_pieces_ending_usage_and_done(model: TextModel) -> None:
+    engine = ScriptedEngine([PrefillProgress(9, 18), PrefillProgress(18, 18), *tokens(model.encode("The fox 你好"))])
+    response = await post(app_of(engine, model), messages=USER, stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert "no-cache" in response.headers["cache-control"]
+    assert response.headers["x-accel-buffering"] == "no"
+    events = events_of(response)
+    assert events[:2] == [": meshnet prefill 9/18", ": meshnet prefill 18/18"]
+    assert events[2]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert content_of(events) == "The fox 你好"
+    ending, usage, done = events[-3:]
+    assert ending["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert ending["meshnet"]["session"] == "s-1"
+    assert ending["usage"] is None
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len(model.encode("The fox 你好"))
+    assert done == "[DONE]"
+    assert engine.closed == ["s-1"]
+
+
+async def test_first_token_is_the_end(model: TextModel) -> None:
+    engine = ScriptedEngine(tokens([2]))
+    whole = (await post(app_of(engine, model), messages=USER)).json()
+    assert whole["choices"][0]["message"]["content"] == ""
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert whole["usage"]["completion_tokens"] == 0
+    events = events_of(await post(app_of(engine, model), messages=USER, stream=True))
+    assert [event if isinstance(event, str) else event["choices"][0]["delta"] for event in events] == [
+        {"role": "assistant", "content": ""},
+        {},
+        "[DONE]",
+    ]
+    assert events[1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_prefill_error_before_anything_was_sent_has_a_status(model: TextModel) -> None:
+    engine = ScriptedEngine([LayersUnavailableError("layers 2-3 of tiny are served by no node")])
+    for stream in (False, True):
+        response = await post(app_of(engine, model), messages=USER, stream=stream)
+        assert response.status_code == 503
+        assert response.json() == {
+            "error": {
+                "message": "layers 2-3 of tiny are served by no node",
+                "type": "server_error",
+                "param": None,
+                "code": "layers_unavailable",
+            }
+        }
+    assert engine.closed == ["s-1", "s-2"]
+
+
+async def test_error_in_mid_stream_is_an_event_and_nothing_sent_is_lost(model: TextModel) -> None:
+    said = tokens(model.encode("The fox E"))
+    engine = ScriptedEngine([*said, DeadlineError("node-b did not answer within 60 s", hop_index=1)])
+    response = await post(app_of(engine, model), messages=USER, stream=True, stop="END")
+    assert response.status_code == 200
+    events = events_of(response)
+    assert content_of(events) == "The fox E"  # what was held back as a possible stop string included
+    assert events[-2]["error"] == {
+        "message": "node-b did not answer within 60 s",
+        "type": "server_error",
+        "param": None,
+        "code": "deadline",
+        "hop_index": 1,
+    }
+    assert events[-1] == "[DONE]"
+    assert engine.closed == ["s-1"]
+    assert (await post(app_of(engine, model), messages=USER)).status_code == 504
