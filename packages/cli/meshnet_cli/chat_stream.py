@@ -22,7 +22,7 @@ from meshnet_core.errors import InvalidInputError
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 120.0  # longer than a gateway waits for one step of its nodes
-_PREFILL = re.compile(r":\s*prefill (\d+)/(\d+)")
+_PREFILL = re.compile(r": meshnet prefill (\d+)/(\d+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any, Self
 
 from meshnet_cli.children import Child, Children
 from meshnet_cli.complaint import CommandFailedError
+from meshnet_core.errors import MeshnetError
 from meshnet_core.layer_range import LayerRange
 
 START_TIMEOUT_S = 60.0  # for the tracker and the gateway, and for the mesh to be whole once all nodes are ready
@@ -112,10 +114,10 @@ class LocalMesh:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._children.stop()
-        if kind is None or not issubclass(kind, CommandFailedError):  # whose message names the logs
-            for log in self._folder.glob("*.log"):
-                log.unlink()
-            self._folder.rmdir()
+        if isinstance(error, MeshnetError):
+            error.message += f"\nThe logs of all parts are in {self._folder}"
+        else:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _show_nothing(name: str, line: str) -> None:
