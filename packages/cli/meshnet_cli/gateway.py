@@ -41,11 +41,11 @@ async def api_of(tracker: str) -> AsyncIterator[FastAPI]:
         TrackerUnreachableError: no tracker answers there.
     """
     import aiohttp
-    from meshnet_gateway.api import create_app
 
     from meshnet_core.clock import SystemClock
     from meshnet_core.http_transport import HttpTransport
     from meshnet_core.tracker_client import TrackerClient
+    from meshnet_gateway.api import create_app
     from meshnet_gateway.generation import GenerationEngine
     from meshnet_gateway.mesh import Mesh
     from meshnet_gateway.text_store import TextStore

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 BACKLOG = 512
+KEEPALIVE_S = 75  # above what clients and proxies use, so that it is they who close an idle connection
 SHUTDOWN_S = 2.0  # for requests under way when a server stops
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _OUR_LOGGERS = ("meshnet", "meshnet_core", "meshnet_tracker", "meshnet_node", "meshnet_gateway", "meshnet_cli")
@@ -147,9 +148,16 @@ async def serving_asgi(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]
         def capture_signals(self) -> Iterator[None]:
             yield  # the command handles them; uvicorn's handlers would replace its own
 
-    server = Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(SHUTDOWN_S))
+    config = uvicorn.Config(
+        app,
+        log_config=None,  # ours stays
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_keep_alive=KEEPALIVE_S,
+        timeout_graceful_shutdown=int(SHUTDOWN_S),
     )
+    server = Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         while not server.started:
