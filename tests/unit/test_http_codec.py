@@ -176,7 +176,7 @@ def test_an_open_document_comes_back_as_it_went() -> None:
     ],
 )
 def test_a_release_names_one_session_and_at_most_an_epoch(body: bytes) -> None:
-    with pytest.raises(BadFrameError, match="session|through_epoch"):
+    with pytest.raises(BadFrameError, match=r"session|through_epoch"):
         http_codec.decode_release(body)
 
 
