@@ -69,6 +69,7 @@ class FakeEndpoint:
     held: dict[str, int] = field(default_factory=lambda: {SESSION: 2})
     gate: asyncio.Event | None = None  # frames wait for it
     opens_at: int | None = None  # the frame that opens the gate for all
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     def _fail(self) -> None:
@@ -82,6 +83,7 @@ class FakeEndpoint:
 
     async def forward(self, frame: Frame) -> FrameReply:
         self.frames.append(frame)
+        self.arrived.set()
         self._fail()
         if self.gate is not None:
             if len(self.frames) == self.opens_at:
@@ -355,11 +357,14 @@ async def test_a_hop_that_hangs_past_the_deadline_is_named(node: Node, transport
 
 async def test_a_caller_that_goes_away_does_not_cancel_the_forward(node: Node, transport: HttpTransport) -> None:
     node.endpoint.gate = asyncio.Event()
-    with contextlib.suppress(DeadlineError):
-        await transport.forward(node.url, replace(DECODE.frame, deadline_ms=50))
-    await asyncio.sleep(0.05)  # for the closed connection to be noticed
-    node.endpoint.gate.set()
-    async with asyncio.timeout(2):
+    call = asyncio.create_task(transport.forward(node.url, DECODE.frame))
+    async with asyncio.timeout(10):
+        await node.endpoint.arrived.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(0.05)  # for the closed connection to be noticed
+        node.endpoint.gate.set()
         await node.endpoint.finished.wait()
 
 
@@ -589,7 +594,7 @@ async def test_a_small_frame_is_not_held_back(node: Node, transport: HttpTranspo
         began = time.perf_counter()
         await transport.forward(node.url, DECODE.frame)
         took.append(time.perf_counter() - began)
-    assert min(took) < 0.02
+    assert min(took) < 0.03
 
 
 @pytest.mark.parametrize(
