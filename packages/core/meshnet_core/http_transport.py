@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from types import SimpleNamespace
 
 import aiohttp
-from yarl import URL
 
 from meshnet_core import http_codec
 from meshnet_core.clock import Clock, SystemClock
@@ -36,8 +34,7 @@ CONNECT_TIMEOUT_S = 5.0  # a host that drops packets is unreachable, well before
 KEEPALIVE_S = 60.0
 MAX_CONNECTIONS = 1000
 MAX_REPLY_BYTES = 8 * 2**20
-_WITHOUT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # hops read none of them; they are 150 bytes
-
+_WITHOUT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # hops need none of them; they are 150 bytes
 
 _Encoded = tuple[Mapping[str, str], Body]
 
@@ -143,7 +140,7 @@ class HttpTransport:
         try:
             async with self._connected(call).request(
                 call.method,
-                _address(call.url, call.path),
+                f"{call.url.rstrip('/')}{call.path}",
                 params=None if call.session is None else {"session": call.session},
                 data=body or None,
                 headers=headers,
@@ -197,11 +194,6 @@ def _refusal(call: _Call, status: int, answer: bytes, boot: str | None) -> Meshn
         error.hop_index = call.hop_index
         error.boot = error.boot or boot
     return error
-
-
-@lru_cache(maxsize=4096)
-def _address(url: str, path: str) -> URL:
-    return URL(url.rstrip("/") + path)
 
 
 async def _note_reuse(
