@@ -9,6 +9,7 @@ The store knows ``nbytes`` and nothing of tensors, frames or models. Three rules
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,12 +64,12 @@ class StoreLimits:
     max_tombstones: int = 4096
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # two entries are never the same for looking alike
 class _Entry(Generic[H]):
     held: H
     epoch: int
     reserved: int
-    opened_at: float
+    admission: int  # counts up: the higher, the younger
     used_at: float
     leases: int = 0
 
@@ -87,6 +88,7 @@ class CacheStore(Generic[H]):
         self._entries: OrderedDict[SessionKey, _Entry[H]] = OrderedDict()  # least recently used first
         self._condemned: list[_Entry[H]] = []  # dropped while leased: their bytes count until the lease ends
         self._tombstones: OrderedDict[SessionKey, tuple[MissReason, int]] = OrderedDict()
+        self._admissions = itertools.count()
         self.dropped: Counter[MissReason] = Counter()
 
     def __len__(self) -> int:
@@ -111,21 +113,17 @@ class CacheStore(Generic[H]):
         """
         self.sweep()
         self._check_newer(key, epoch)
-        now = self._clock.now()
         current = self._entries.get(key)
         freed = current.nbytes if current is not None else 0
         victims = self._idle_victims(self.nbytes - freed + reserve, len(self) - (current is not None) + 1, {key})
         if victims is None:
-            raise CacheFullError(
-                f"no room for a session of {reserve} bytes: {self.nbytes} of {self.limits.budget_bytes} bytes and "
-                f"{len(self)} of {self.limits.max_sessions} sessions are taken by running ones"
-            )
+            raise CacheFullError(self._why_full(reserve))
         for victim in victims:
             self.drop(victim, MissReason.EVICTED)
         if current is not None:
             self.drop(key, MissReason.EPOCH_STALE)
         self._tombstones.pop(key, None)
-        self._entries[key] = _Entry(held, epoch, reserve, now, now)
+        self._entries[key] = _Entry(held, epoch, reserve, next(self._admissions), self._clock.now())
 
     def find(self, key: SessionKey) -> tuple[H, int] | None:
         """The entry and its epoch, without touching its place in the order; None if there is none."""
@@ -141,8 +139,8 @@ class CacheStore(Generic[H]):
         self.sweep()
         entry = self._entries.get(key)
         if entry is None:
-            reason, _ = self._tombstone(key)
-            raise CacheMissError(f"no state for session {key.session}: {reason.value}", reason=reason)
+            reason = self._why_gone(key, epoch)
+            raise CacheMissError(f"no state for epoch {epoch} of session {key.session}: {reason.value}", reason=reason)
         if entry.epoch != epoch:
             raise CacheMissError(
                 f"session {key.session} is at epoch {entry.epoch}, the frame at {epoch}",
@@ -151,15 +149,20 @@ class CacheStore(Generic[H]):
         return entry.held
 
     @contextmanager
-    def lease(self, key: SessionKey, epoch: int, growth: int = 0) -> Iterator[H]:
-        """Hold the entry while a frame runs on it; ``growth`` is how many bytes the frame may add.
+    def lease(self, key: SessionKey, epoch: int, needs: int = 0) -> Iterator[H]:
+        """Hold the entry while a frame runs on it.
+
+        Args:
+            key, epoch: which entry.
+            needs: bytes that it may come to hold in all once the frame has run. In all, not in addition: frames of one
+                session that are in flight together each name what they and those before them lead to.
 
         Raises:
             CacheMissError: as `require`; also when the session cannot grow and is the youngest, so that it gives way.
             CacheFullError: when it alone would outgrow the budget.
         """
         self.require(key, epoch)
-        self._make_room_to_grow(key, growth)
+        self._make_room_to_grow(key, needs)
         entry = self._entries[key]
         entry.leases += 1
         self._touch(key, entry)
@@ -169,7 +172,7 @@ class CacheStore(Generic[H]):
             entry.leases -= 1
             if self._entries.get(key) is entry:
                 self._touch(key, entry)
-            elif entry.leases == 0 and entry in self._condemned:
+            elif entry.leases == 0:
                 self._condemned.remove(entry)
 
     def drop(self, key: SessionKey, reason: MissReason) -> bool:
@@ -195,8 +198,10 @@ class CacheStore(Generic[H]):
         keys = [key for key, entry in self._entries.items() if key.session == session and entry.epoch <= last]
         for key in keys:
             self.drop(key, MissReason.RELEASED)
-        # For the session as a whole: an open or a frame for any hop of it may still be on its way here.
-        self._bury(_whole_session(session), MissReason.RELEASED, last)
+        # For the session as a whole: an open or a frame for any hop of it may still be on its way here. Releases may
+        # overtake each other, and one of a few epochs takes nothing back from one of all.
+        _, before = self._tombstones.get(_whole_session(session), (MissReason.RELEASED, -1))
+        self._bury(_whole_session(session), MissReason.RELEASED, max(before, last))
         return len(keys)
 
     def sweep(self) -> int:
@@ -236,10 +241,13 @@ class CacheStore(Generic[H]):
         fits = nbytes <= self.limits.budget_bytes and count <= self.limits.max_sessions
         return victims if fits else None
 
-    def _make_room_to_grow(self, key: SessionKey, growth: int) -> None:
-        """Idle entries give way first, then the youngest running one, which may be the grower itself."""
+    def _make_room_to_grow(self, key: SessionKey, needs: int) -> None:
+        """Idle entries give way first, then the youngest that no frame runs on, the grower itself included.
+
+        Were the grower spared, two sessions could evict each other in turn, and neither would get on.
+        """
         entry = self._entries[key]
-        wanted = max(entry.reserved, entry.held.nbytes + growth)
+        wanted = max(entry.nbytes, needs)
         if wanted > self.limits.budget_bytes:
             self.drop(key, MissReason.EVICTED)
             raise CacheFullError(
@@ -248,8 +256,8 @@ class CacheStore(Generic[H]):
         while self.nbytes - entry.nbytes + wanted > self.limits.budget_bytes:
             victims = self._idle_victims(self.nbytes - entry.nbytes + wanted, len(self), {key})
             if victims is None:
-                free = [(other.opened_at, name) for name, other in self._entries.items() if not other.leases]
-                victims = [max(free, key=lambda pair: pair[0])[1]] if free else [key]
+                free = [name for name, other in self._entries.items() if other is entry or not other.leases]
+                victims = [max(free, key=lambda name: self._entries[name].admission)]
             for victim in victims:
                 self.drop(victim, MissReason.EVICTED)
             if key not in self._entries:
@@ -257,6 +265,22 @@ class CacheStore(Generic[H]):
                     f"session {key.session}, the youngest, gave way: no room to grow", reason=MissReason.EVICTED
                 )
         entry.reserved = wanted
+
+    def _why_full(self, reserve: int) -> str:
+        limits = self.limits
+        if reserve > limits.budget_bytes:
+            return f"a session of {reserve} bytes is more than this node's budget of {limits.budget_bytes} bytes"
+        return (
+            f"no room for a session of {reserve} bytes: {self.nbytes} of {limits.budget_bytes} bytes and "
+            f"{len(self)} of {limits.max_sessions} sessions are taken, and those that run do not give way"
+        )
+
+    def _why_gone(self, key: SessionKey, epoch: int) -> MissReason:
+        """Why there is nothing of ``epoch`` here, where the key names no entry."""
+        reason, last = self._tombstone(key)
+        if epoch > last:
+            return MissReason.UNKNOWN_SESSION  # older epochs were here, this one never was
+        return reason if epoch == last or reason is MissReason.RELEASED else MissReason.EPOCH_STALE
 
     def _tombstone(self, key: SessionKey) -> tuple[MissReason, int]:
         """Why ``key`` is not here, and up to which epoch it was."""

@@ -92,24 +92,19 @@ class HopService:
         """Take a session in, with room for its prefill and a growth quantum, or refuse it unchanged."""
         with self._marked(document.hop_index):
             key = SessionKey(document.session, document.hop_index)
+            self.store.sweep()
             known = self.store.find(key)
             if known is not None and known[1] == document.epoch:
                 if known[0].document != document:
                     raise BadFrameError("this session and epoch are open on other terms; a retry repeats its terms")
-                return OpenReply(self.boot, known[0].nbytes)
+                return OpenReply(self.boot, self._reserve(known[0]))
             if self.draining:
                 raise DrainingError("this node is draining and takes no new sessions")
             shard = self.shards.find(document.route.fingerprint, document.hop.layers)
             self._check_terms(document, shard)
-            start = document.hop.layers.start
-            reserve = 0
-            state = None
-            if document.cache:
-                positions = min(document.prefill_length + GROWTH_QUANTUM, document.expected_length)
-                backend = shard.backend
-                reserve = backend.state_fixed_bytes(start) + positions * backend.state_bytes_per_position(start)
-                state = backend.new_state(start)
+            state = shard.backend.new_state(document.hop.layers.start) if document.cache else None
             session = HopSession(document, shard, state, history=list(document.history))
+            reserve = self._reserve(session)
             self.store.admit(key, document.epoch, session, reserve)
             return OpenReply(self.boot, reserve)
 
@@ -133,7 +128,8 @@ class HopService:
     async def release(self, session: str, through_epoch: int | None = None) -> int:
         """Free the session on every hop it has here; what runs of it stops between layers."""
         for held in self.store:
-            if held.document.session == session:
+            of_it = held.document.session == session
+            if of_it and (through_epoch is None or held.document.epoch <= through_epoch):
                 self.recent.append(held.summary())
         return self.store.release(session, through_epoch)
 
@@ -169,6 +165,12 @@ class HopService:
 
     # -- open ---------------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _reserve(session: HopSession) -> int:
+        """Bytes to set aside when the session opens."""
+        document = session.document
+        return session.room(min(document.prefill_length + GROWTH_QUANTUM, document.expected_length))
+
     def _check_terms(self, document: OpenDocument, shard: LoadedShard) -> None:
         backend = shard.backend
         if document.hidden_size != backend.hidden_size:
@@ -184,6 +186,9 @@ class HopService:
                 f"the tail needs the {document.prefill_length} token ids before its first token, "
                 f"not {len(document.history)}"
             )
+        wrong = next((token for token in document.history if not 0 <= token < backend.vocab_size), None)
+        if wrong is not None:
+            raise BadFrameError(f"token id {wrong} lies outside the vocabulary of {backend.vocab_size}")
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -191,24 +196,25 @@ class HopService:
         """The run of this frame: the one that an identical frame began, or a new one in its turn."""
         frame_key = FrameKey.of(frame)
         deadline = arrived + frame.deadline_ms / 1000
-        if (known := session.runs.get(frame_key)) is not None:
+        if frame_key not in session.runs:
+            await self._await_turn(key, session, frame, frame_key, deadline)
+        if (known := session.runs.get(frame_key)) is not None:  # a retry, or a twin that came while this one waited
             self._revive(session, frame, known, deadline)
-            return known
-        await self._await_turn(key, session, frame, deadline)
-        if (known := session.runs.get(frame_key)) is not None:  # its twin came while this one waited
             return known
         session.accepted = frame.position + frame.seq_len
         session.received_bytes += len(frame.body)
         kind = frame.phase.value if frame.cache else "stateless"
         session.frames[kind] = session.frames.get(kind, 0) + 1
         run = Run(asyncio.create_task(self._run(key, session, frame, frame_key, arrived, deadline)))
-        self._keep(run.task)
+        self._keep(session, run.task)
         session.remember(frame_key, run)
         session.announce()
         return run
 
-    async def _await_turn(self, key: SessionKey, session: HopSession, frame: Frame, deadline: float) -> None:
-        """Wait until the frame is next and the queue has room."""
+    async def _await_turn(
+        self, key: SessionKey, session: HopSession, frame: Frame, frame_key: FrameKey, deadline: float
+    ) -> None:
+        """Wait until the frame is next and the queue has room, or its twin has been taken in."""
         if not frame.cache:
             if session.in_flight:
                 raise BadFrameError("with the cache off one frame runs at a time")
@@ -221,6 +227,8 @@ class HopService:
             except TimeoutError:
                 break
             self.store.require(key, frame.epoch)  # it may have left the store meanwhile
+            if frame_key in session.runs:
+                return
         if frame.position != session.accepted:
             raise CacheMissError(
                 f"the session holds {session.accepted} positions here, the frame begins at {frame.position}",
@@ -240,14 +248,17 @@ class HopService:
             if isinstance(error, ForwardCancelledError):
                 raise self._gone(key, frame.epoch) from error
             raise
-        finally:
-            session.announce()
-        session.runs[frame_key].outcome = outcome
-        return await self._deliver(session, frame, outcome, arrived, deadline)
+        run = session.runs[frame_key]
+        run.undelivered = outcome
+        try:
+            return await self._deliver(session, frame, run, outcome, arrived, deadline)
+        except BaseException:
+            if session.state is None:  # no room was taken to keep what would be delivered again; a retry runs anew
+                session.runs.pop(frame_key, None)
+            raise
 
     async def _run_own_layers(self, key: SessionKey, session: HopSession, frame: Frame, deadline: float) -> Outcome:
         shard, start = session.shard, frame.start_layer
-        growth = frame.seq_len * shard.backend.state_bytes_per_position(start) if session.state is not None else 0
         work = ShardWork(
             start=start,
             state=session.state,
@@ -266,7 +277,7 @@ class HopService:
             session.measure_state()
             return result, tokens
 
-        with self.store.lease(key, frame.epoch, growth):
+        with self.store.lease(key, frame.epoch, session.room(frame.position + frame.seq_len)):
             try:
                 async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
                     turn = (key, frame.epoch)
@@ -304,7 +315,7 @@ class HopService:
         return token
 
     async def _deliver(
-        self, session: HopSession, frame: Frame, outcome: Outcome, arrived: float, deadline: float
+        self, session: HopSession, frame: Frame, run: Run, outcome: Outcome, arrived: float, deadline: float
     ) -> FrameReply:
         """The reply: the own tokens at the tail, else what the next hop answers to the hidden states."""
         timing = outcome.timing
@@ -324,25 +335,26 @@ class HopService:
             body=outcome.hidden,
         )
         reply = await self._transport.forward(next_hop.url, onward)
+        run.undelivered = None
         timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived), sent_bytes=len(outcome.hidden))
         return FrameReply(position, reply.tokens, (timing, *reply.timings))
 
     def _revive(self, session: HopSession, frame: Frame, run: Run, deadline: float) -> None:
         """A retry of a frame whose own part went well but whose delivery failed: only the delivery runs again."""
-        if not run.task.done() or run.outcome is None or run.task.cancelled():
+        if not run.task.done() or run.undelivered is None or run.task.cancelled():
             return
         if isinstance(run.task.exception(), HopUnreachableError | DeadlineError):
-            run.task = asyncio.create_task(self._deliver(session, frame, run.outcome, self._clock.now(), deadline))
-            self._keep(run.task)
+            delivery = self._deliver(session, frame, run, run.undelivered, self._clock.now(), deadline)
+            run.task = asyncio.create_task(delivery)
+            self._keep(session, run.task)
 
     async def _outcome_of(self, run: Run, key: SessionKey, epoch: int) -> FrameReply:
         """Wait for a run without owning it: a caller that leaves does not take the run along."""
-        try:
-            return await asyncio.shield(run.task)
-        except asyncio.CancelledError:
-            if run.task.cancelled():
-                raise self._gone(key, epoch) from None
-            raise
+        task = run.task
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise self._gone(key, epoch)
+        return task.result()
 
     def _gone(self, key: SessionKey, epoch: int) -> CacheMissError:
         """The miss of a frame whose session left the store while it ran."""
@@ -352,11 +364,12 @@ class HopService:
             return miss
         return CacheMissError(f"a frame of session {key.session} was cancelled", reason=MissReason.FAILED)
 
-    def _keep(self, task: asyncio.Task[Any]) -> None:
+    def _keep(self, session: HopSession, task: asyncio.Task[Any]) -> None:
         self._background.add(task)
 
         def done(finished: asyncio.Task[Any]) -> None:
             self._background.discard(finished)
+            session.announce()  # one less in flight
             if not finished.cancelled() and (error := finished.exception()) is not None:
                 level = logging.DEBUG if isinstance(error, MeshnetError) else logging.ERROR
                 logger.log(level, "a frame failed: %s", error, exc_info=error if level == logging.ERROR else None)

@@ -52,13 +52,13 @@ class Outcome:
 
 @dataclass(slots=True)
 class Run:
-    """One frame this hop has taken in: the task that runs it, and the outcome once there is one."""
+    """One frame this hop has taken in: the task that makes its reply, and what the next hop has not answered to yet."""
 
     task: asyncio.Task[FrameReply]
-    outcome: Outcome | None = None
+    undelivered: Outcome | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # one object is one session; comparing states would be slow and mean nothing
 class HopSession:
     """State and terms of one session at one hop.
 
@@ -89,11 +89,28 @@ class HopSession:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state after the last frame, and of hidden states kept for a retry."""
-        kept = sum(
-            len(run.outcome.hidden) for run in self.runs.values() if run.outcome and run.outcome.hidden is not None
-        )
-        return self.state_bytes + kept
+        """Bytes of state after the last frame, and of hidden states that the next hop has not answered to yet.
+
+        0 on the stateless path, which takes no room.
+        """
+        if self.state is None:
+            return 0
+        outcomes = (run.undelivered for run in self.runs.values())
+        return self.state_bytes + sum(len(outcome.hidden or b"") for outcome in outcomes if outcome is not None)
+
+    def room(self, positions: int) -> int:
+        """Bytes that the session may come to hold with ``positions`` positions; 0 on the stateless path.
+
+        State, and hidden states of as many chunks as may be on their way to the next hop at once.
+        """
+        if self.state is None:
+            return 0
+        backend, start = self.shard.backend, self.document.hop.layers.start
+        room = backend.state_fixed_bytes(start) + positions * backend.state_bytes_per_position(start)
+        if not self.is_tail:
+            width = self.document.hidden_size * dtype_bytes(self.document.wire_dtype)
+            room += min(positions, KEPT_RUNS * MAX_CHUNK) * width
+        return room
 
     @property
     def in_flight(self) -> int:
