@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
-from meshnet_core.errors import HopUnreachableError
+from meshnet_core.errors import DeadlineError, HopUnreachableError
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 
@@ -56,13 +59,26 @@ class InProcessTransport:
             raise HopUnreachableError(f"nothing answers at {url}", hop_index=hop_index) from None
 
     async def open(self, url: str, document: OpenDocument) -> OpenReply:
-        return await self._endpoint(url, document.hop_index).open(document)
+        async with _within(document.step_deadline_ms, url, document.hop_index):
+            return await self._endpoint(url, document.hop_index).open(document)
 
     async def forward(self, url: str, frame: Frame) -> FrameReply:
-        return await self._endpoint(url, frame.hop_index).forward(frame)
+        async with _within(frame.deadline_ms, url, frame.hop_index):
+            return await self._endpoint(url, frame.hop_index).forward(frame)
 
     async def release(self, url: str, session: str, through_epoch: int | None = None) -> int:
         return await self._endpoint(url).release(session, through_epoch)
 
     async def probe(self, url: str, session: str | None) -> ProbeReply:
         return await self._endpoint(url).probe(session)
+
+
+@asynccontextmanager
+async def _within(deadline_ms: int, url: str, hop_index: int) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(deadline_ms / 1000):
+            yield
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"hop {hop_index}, {url} did not answer within {deadline_ms / 1000:g} s", hop_index=hop_index
+        ) from error

@@ -38,13 +38,15 @@ class _Job(Generic[T]):
     future: asyncio.Future[tuple[T, LaneTiming]]
     queued_at: float = field(default_factory=time.perf_counter)
 
-    def settle(self, value: tuple[T, LaneTiming] | BaseException) -> None:
-        """Hand the outcome to the loop that waits for it; a loop that is gone has nobody to tell."""
+    def settle(self, value: tuple[T, LaneTiming] | Exception | None) -> None:
+        """Hand the outcome to the loop that waits for it, None for a cancel; a loop that is gone has nobody to tell."""
 
         def hand_over() -> None:
             if self.future.done():
                 return
-            if isinstance(value, BaseException):
+            if value is None:
+                self.future.cancel()
+            elif isinstance(value, Exception):
                 self.future.set_exception(value)
             else:
                 self.future.set_result(value)
@@ -102,7 +104,7 @@ class ForwardLane:
         self._thread.join()
         for queue in self._queues.values():
             for job in queue:
-                job.settle(asyncio.CancelledError())
+                job.settle(None)
         self._queues.clear()
 
     def _run(self) -> None:
@@ -133,6 +135,8 @@ class ForwardLane:
         started = time.perf_counter()
         try:
             results: list[ShardResult | Exception] = list(jobs[0].backend.forward([job.work for job in jobs]))
+            if len(results) != len(jobs):
+                raise RuntimeError(f"the backend gave {len(results)} results for {len(jobs)} frames")  # noqa: TRY301
         except Exception as error:  # noqa: BLE001 - the lane outlives any frame; the frame's caller gets the error
             results = [error] * len(jobs)
         forward_s = time.perf_counter() - started
