@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
+from meshnet_core.errors import HopFailedError
 from meshnet_core.sampling import SampledToken, SamplingParams, uniform_draw
 
 
@@ -24,9 +26,16 @@ def sample(
 
     Returns:
         The token, with its logprob under the raw logits where ``params.logprobs`` asks for it.
+
+    Raises:
+        HopFailedError: the logits are not numbers, as when a 16-bit dtype overflowed.
     """
     scores = _penalised(logits, params, history, prompt_length) if params.reads_history else logits
-    token = int(scores.argmax()) if params.greedy else _draw(scores, params, uniform_draw(params.seed, position))
+    token = int(scores.argmax())
+    if not math.isfinite(highest := float(scores[token])):  # argmax finds a NaN if there is one
+        raise HopFailedError(f"the model's logits are broken: the highest is {highest}")
+    if not params.greedy:
+        token = _draw(scores, params, uniform_draw(params.seed, position))
     if params.logprobs is None:
         return SampledToken(token)
     logprobs = logits.log_softmax(dim=-1)
@@ -59,7 +68,11 @@ def _draw(scores: torch.Tensor, params: SamplingParams, u: float) -> int:
     logits differ in the last bit, and move the draw from one to the other. In the order of ids such a difference moves
     only the boundaries, and by as little.
     """
-    probabilities = _filtered(scores.double() / params.temperature, params).softmax(dim=-1)
+    if scores.device.type == "mps":
+        scores = scores.cpu()  # Metal has no float64
+    scores = scores.double()
+    scores = (scores - scores.max()) / params.temperature  # at most 0: no temperature is so low that they overflow
+    probabilities = _filtered(scores, params).softmax(dim=-1)
     cumulative = probabilities.cumsum(dim=-1)
     # Below the total by construction (u < 1), whatever rounding made of the total.
     target = torch.tensor(u, dtype=torch.float64, device=scores.device) * cumulative[-1]
