@@ -222,9 +222,16 @@ def error_from_wire(document: object, *, fallback: str) -> MeshnetError:
     if isinstance(document, dict) and isinstance(body := document.get("error"), dict):
         cls = ERRORS_BY_CODE.get(str(body.get("code")))
         fields = {key: value for key, value in body.items() if key not in {"code", "message"}}
-        if cls is not None:
+        if cls is not None and all(_is_field(key, value) for key, value in fields.items()):
             try:
                 return cls(str(body.get("message")), **fields)
             except (TypeError, ValueError):
                 pass  # fields of a newer peer; the fallback still carries the text
     return HopFailedError(f"unreadable answer from a peer: {fallback[:200]}")
+
+
+def _is_field(key: str, value: object) -> bool:
+    """Whether ``value`` is what an error may carry under ``key``."""
+    if key in {"hop_index", "position"}:
+        return value is None or (type(value) is int and value >= 0)
+    return value is None or isinstance(value, str)

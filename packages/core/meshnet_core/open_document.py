@@ -10,6 +10,7 @@ from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
+from meshnet_core.wire_fields import flag, text, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,10 @@ class OpenDocument:
             raise InvalidInputError(f"hop index {self.hop_index} lies outside a route of {len(self.route.hops)} hops")
         if self.epoch < 0 or self.prompt_length < 1 or self.hidden_size < 1 or self.step_deadline_ms < 1:
             raise InvalidInputError("epoch must be >= 0; prompt_length, hidden_size and step_deadline_ms >= 1")
-        if self.expected_length < self.prompt_length:
+        if not self.prompt_length <= self.prefill_length <= self.expected_length:
             raise InvalidInputError(
-                f"expected_length {self.expected_length} is below prompt_length {self.prompt_length}"
+                f"prompt_length {self.prompt_length}, prefill_length {self.prefill_length} and expected_length "
+                f"{self.expected_length} must not fall: what is prefilled holds the prompt, and fits"
             )
 
     @property
@@ -103,24 +105,22 @@ class OpenDocument:
             raise InvalidInputError(f"unknown fields in the open document: {', '.join(sorted(map(str, unknown)))}")
         try:
             return cls(
-                session=document["session"],
-                epoch=_whole(document, "epoch"),
-                hop_index=_whole(document, "hop_index"),
+                session=text(document, "session"),
+                epoch=whole(document, "epoch"),
+                hop_index=whole(document, "hop_index"),
                 route=Route.from_wire(document["route"]),
-                wire_dtype=str(document["wire_dtype"]),
-                hidden_size=_whole(document, "hidden_size"),
-                cache=_flag(document, "cache"),
+                wire_dtype=text(document, "wire_dtype"),
+                hidden_size=whole(document, "hidden_size"),
+                cache=flag(document, "cache"),
                 sampling=SamplingParams.from_wire(document["sampling"]),
-                prompt_length=_whole(document, "prompt_length"),
-                prefill_length=_whole(document, "prefill_length"),
-                expected_length=_whole(document, "expected_length"),
-                step_deadline_ms=_whole(document, "step_deadline_ms"),
-                history=tuple(int(token) for token in document["history"]),
+                prompt_length=whole(document, "prompt_length"),
+                prefill_length=whole(document, "prefill_length"),
+                expected_length=whole(document, "expected_length"),
+                step_deadline_ms=whole(document, "step_deadline_ms"),
+                history=_token_ids(document["history"]),
             )
         except KeyError as error:
-            raise InvalidInputError(f"the open document lacks {error.args[0]!r}") from error
-        except (TypeError, ValueError) as error:
-            raise InvalidInputError(f"the open document has a field of the wrong type: {error}") from error
+            raise InvalidInputError(f"the field {error.args[0]} is missing") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +161,7 @@ class ProbeReply:
         return cls(str(document["boot"]), None if position is None else int(position), int(document["queued"]))
 
 
-def _whole(document: dict[str, Any], key: str) -> int:
-    value = document[key]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidInputError(f"{key} must be a whole number, not {value!r}")
-    return value
-
-
-def _flag(document: dict[str, Any], key: str) -> bool:
-    value = document[key]
-    if not isinstance(value, bool):
-        raise InvalidInputError(f"{key} must be true or false, not {value!r}")
-    return value
+def _token_ids(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or any(type(token) is not int for token in value):
+        raise InvalidInputError("history must be a list of token ids, whole numbers all of them")
+    return tuple(value)

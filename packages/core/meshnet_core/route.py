@@ -8,6 +8,9 @@ from typing import Any
 from meshnet_core.dtypes import dtype_bytes
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.layer_range import LayerRange
+from meshnet_core.wire_fields import items, text, whole
+
+MAX_HOPS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,20 @@ class Hop:
         }
 
     @classmethod
-    def from_wire(cls, document: dict[str, Any]) -> Hop:
+    def from_wire(cls, document: object) -> Hop:
+        """Read :meth:`to_wire`'s form; unknown fields of a newer peer are passed over.
+
+        Raises:
+            InvalidInputError: on a missing or ill-typed field.
+        """
+        if not isinstance(document, dict):
+            raise InvalidInputError(f"a hop is a JSON object, not {type(document).__name__}")
         return cls(
-            node_id=str(document["node_id"]),
-            url=str(document["url"]),
-            layers=LayerRange(int(document["start"]), int(document["stop"])),
-            dtype=str(document["dtype"]),
-            version=str(document.get("version", "")),
+            node_id=text(document, "node_id"),
+            url=text(document, "url", longest=2048),
+            layers=LayerRange(whole(document, "start"), whole(document, "stop")),
+            dtype=text(document, "dtype"),
+            version=text(document, "version") if document.get("version") else "",
         )
 
 
@@ -85,16 +95,14 @@ class Route:
     @classmethod
     def from_wire(cls, document: object) -> Route:
         """Read :meth:`to_wire`'s form; unknown fields of a newer peer are passed over, missing ones are an error."""
-        try:
-            fields = dict(document)  # type: ignore[call-overload]
-            return cls(
-                model=str(fields["model"]),
-                fingerprint=str(fields["fingerprint"]),
-                num_layers=int(fields["num_layers"]),
-                hops=tuple(Hop.from_wire(hop) for hop in fields["hops"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidInputError(f"not a route: {error!r}") from error
+        if not isinstance(document, dict):
+            raise InvalidInputError(f"a route is a JSON object, not {type(document).__name__}")
+        return cls(
+            model=text(document, "model"),
+            fingerprint=text(document, "fingerprint"),
+            num_layers=whole(document, "num_layers", least=1),
+            hops=tuple(Hop.from_wire(hop) for hop in items(document, "hops", most=MAX_HOPS)),
+        )
 
     def __str__(self) -> str:
         return " -> ".join(f"{hop.node_id}[{hop.layers}]" for hop in self.hops)

@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from meshnet_core.clock import Clock
 from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
+from meshnet_core.wire_fields import MAX_WHOLE
 
 
 class Held(Protocol):
@@ -34,7 +35,7 @@ class Held(Protocol):
 
 
 H = TypeVar("H", bound=Held)
-_EVERY_EPOCH = 2**31 - 1
+_EVERY_EPOCH = MAX_WHOLE  # no document names a later one
 
 
 @dataclass(frozen=True, slots=True)
