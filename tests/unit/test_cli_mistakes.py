@@ -1,0 +1,113 @@
+"""Likely mistakes at the command line: one or two lines that say what to do, the exit code, and never a traceback."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+import typer
+
+from meshnet_cli import complaint
+from meshnet_cli.main import app
+from meshnet_process import run
+
+NOBODY = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["trakcer"], 2, r"No such command 'trakcer'.*Did you mean 'tracker'"),
+        (["tracker", "--bogus"], 2, r"No such option: --bogus"),
+        (["tracker", "--port", "99999"], 2, r"--port"),
+        (["tracker", "--port", "http"], 2, r"--port"),
+        (["tracker", "--host", "no.such.host.invalid"], 2, r"give an address of this machine"),
+        (["node"], 2, r"Missing argument 'MODEL'|Missing option '--layers'"),
+        (["node", "smollm2", "--tracker", NOBODY], 2, r"Missing option '--layers'"),
+        (["node", "smollm2", "--layers", "0-14"], 2, r"Missing option '--tracker'"),
+        (["node", "smollm2", "--layers", "14-0", "--tracker", NOBODY], 2, r"write the lower layer first"),
+        (["node", "smollm2", "--layers", "all", "--tracker", NOBODY], 2, r"write FIRST-LAST"),
+        (["node", "smollm2", "--layers", "0-14", "--tracker", "nowhere"], 2, r"a URL such as http"),
+        (["node", "smollm2", "--layers", "0-14", "--tracker", NOBODY], 1, r"start one with `meshnet tracker`"),
+        (["node", "m", "--layers", "0", "--tracker", NOBODY, "--dtype", "int3"], 2, r"'auto', 'float32', 'bfloat16'"),
+        (["node", "m", "--layers", "0", "--tracker", NOBODY, "--threads", "0"], 2, r"--threads"),
+        (["node", "m", "--layers", "0", "--tracker", NOBODY, "--advertise", "me"], 2, r"write it like http://"),
+        (["gateway"], 2, r"Missing option '--tracker'"),
+        (["gateway", "--tracker", NOBODY, "--port", "0"], 1, r"start one with `meshnet tracker`"),
+        (["up"], 2, r"Missing argument 'MODEL'"),
+        (["up", "smollm2", "--splits", "0-14;15-29"], 2, r"write FIRST-LAST"),
+        (
+            ["up", "smollm2", "--nodes", "3", "--splits", "0-14,15-29"],
+            2,
+            r"--nodes 3 and --splits with 2 ranges disagree",
+        ),
+        (["up", "smollm2", "--nodes", "0"], 2, r"--nodes"),
+        (["up", "./no/such/folder"], 2, r"no such model folder or file"),
+        (["up", "smolm2"], 2, r"'smolm2' is no model: give .* smollm2"),
+        (["chat", "--url", "localhost:8000", "-m", "hi"], 2, r"write it like http://"),
+        (["chat", "--url", f"{NOBODY}/v1", "-m", "hi"], 1, r"start one with `meshnet up smollm2`"),
+        (["chat", "stray"], 2, r"unexpected extra argument"),
+    ],
+)
+def test_a_mistake_is_told_with_its_remedy(
+    arguments: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaint.run(typer.main.get_command(app), arguments) == code
+    shown = capsys.readouterr()
+    assert re.search(told, shown.err), shown.err
+    lines = [line for line in shown.err.splitlines() if not line.startswith("opening ")]
+    assert 1 <= len(lines) <= 2
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay() -> Iterator[None]:
+    """`up` handles signals from its first moment on; here it runs within the tests' process."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def test_a_taken_port_is_told_with_its_remedy(taken_port: int) -> None:
+    result = run("tracker", "--port", str(taken_port))
+    assert result.returncode == 2
+    assert f"port {taken_port} on 127.0.0.1 is taken" in result.stderr
+    assert "choose another with --port" in result.stderr
+
+
+def test_bare_meshnet_shows_the_help() -> None:
+    result = run()
+    assert result.returncode == 2
+    for command in ("tracker", "node", "gateway", "up", "chat"):
+        assert re.search(rf"\b{command}\b", result.stdout + result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("tracker", "--host --port"),
+        ("node", "--layers --tracker --host --port --advertise --name --api --api-port --dtype --device --threads"),
+        ("gateway", "--tracker --host --port"),
+        ("up", "--nodes --splits --port --dtype --device --threads"),
+        ("chat", "--url --message -m"),
+    ],
+)
+def test_every_option_is_in_the_help(
+    command: str, options: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert complaint.run(typer.main.get_command(app), [command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in options.split():
+        assert option in shown
