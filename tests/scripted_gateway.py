@@ -1,0 +1,93 @@
+"""A gateway that answers from a script, in a thread of the test: for clients of the API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+REPORT = {"session": "s-1", "completion_tokens": 2, "tokens_per_s": 12.5, "ttft_s": 0.25}
+
+
+@dataclass
+class ScriptedGateway:
+    """Answers each chat with the next of ``answers``, piece by piece.
+
+    Attributes:
+        answers: pieces of each answer; an exception as a piece becomes an error in the stream, None hangs.
+        requests: what was asked.
+        models: what is served.
+        hung_up: set when a client leaves an answer that hangs.
+    """
+
+    answers: list[list[str | Exception | None]]
+    models: list[str] = field(default_factory=lambda: ["tiny"])
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+    hung_up: threading.Event = field(default_factory=threading.Event)
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        return app
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(await request.json())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b": meshnet prefill 3/3\n\n")
+        for piece in self.answers[len(self.requests) - 1]:
+            if piece is None:
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    self.hung_up.set()
+                    raise
+            elif isinstance(piece, Exception):
+                await response.write(_data({"error": {"message": str(piece), "code": "x"}}))
+            else:
+                await response.write(_data({"choices": [{"delta": {"content": piece}}]}))
+        await response.write(_data({"choices": [{"delta": {}, "finish_reason": "stop"}], "meshnet": REPORT}))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def _data(document: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
+@contextmanager
+def serving(gateway: ScriptedGateway) -> Iterator[ScriptedGateway]:
+    """Serve it on a free port; ``gateway.url`` is its API."""
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve(ready: Callable[[], None]) -> None:
+        runner = web.AppRunner(gateway.app(), handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        gateway.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        ready()
+        await stop.wait()
+        await runner.cleanup()
+
+    started = threading.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(started.set)))
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield gateway
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
