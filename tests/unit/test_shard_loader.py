@@ -196,11 +196,21 @@ def test_unknown_families_and_code_from_a_checkpoint_are_refused(root: Path, tmp
     load(tmp_path, 1, 2)
 
 
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "edit", "reason"),
     [
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rope"),
+        ("phi3", {"rope_parameters": _LONG_ROPE}, "longrope"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "both directions"),
     ],
 )

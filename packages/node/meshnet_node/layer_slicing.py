@@ -165,6 +165,8 @@ def _renumber(model: PreTrainedModel, held: LayerRange, wanted: LayerRange) -> N
 
 def _slice_config(config: PreTrainedConfig, layers: LayerRange) -> None:
     total = config.num_hidden_layers
+    if len(layers) == total:
+        return
     config.num_hidden_layers = len(layers)
     for name in _PER_LAYER_LISTS:
         value = getattr(config, name, None)
