@@ -1,0 +1,1 @@
+"""What is measured, and how: `docs/benchmarks.md` tells what the figures mean."""

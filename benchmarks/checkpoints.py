@@ -1,0 +1,69 @@
+"""Checkpoints that the benchmarks need, made once and kept in the cache folder: of random weights, or put together.
+
+Knows no shapes; they are given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meshnet_node.gguf_conversion import default_cache_dir
+
+SEED = 0
+_RECIPE = 1  # part of a random folder's name: raise it when the same shape would be drawn differently
+
+
+def random_folder(key: str, model_type: str, shape: dict[str, Any]) -> Path:
+    """A Hugging Face folder of that shape in bfloat16, without a tokenizer; drawn when first asked for."""
+    stamp = hashlib.sha256(json.dumps([_RECIPE, SEED, model_type, shape], sort_keys=True).encode()).hexdigest()[:8]
+    return _made_once(f"random-{key}-{stamp}", lambda folder: _draw(model_type, shape, folder))
+
+
+def one_file_folder(parts: Path) -> Path:
+    """The model of a folder of layer files as transformers itself wants it: one file, named as it expects.
+
+    Args:
+        parts: what converting a GGUF gave: ``config.json`` and ``*.safetensors`` without an index.
+    """
+
+    def join(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        tensors: dict[str, torch.Tensor] = {}
+        for part in sorted(parts.glob("*.safetensors")):
+            tensors |= load_file(part)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        shutil.copy(parts / "config.json", folder)
+
+    return _made_once(f"whole-{parts.parent.name}-{parts.name}", join)
+
+
+def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+    folder = default_cache_dir() / "benchmarks" / name
+    if not folder.is_dir():
+        print(f"making {name}, once", file=sys.stderr, flush=True)
+        partial = folder.with_name(f".{name}.{os.getpid()}")
+        make(partial)
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(partial)
+    return folder
+
+
+def _draw(model_type: str, shape: dict[str, Any], folder: Path) -> None:
+    torch.manual_seed(SEED)
+    config = AutoConfig.for_model(model_type, **shape)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model.generation_config.eos_token_id = None  # an answer ends at its length alone
+    model.save_pretrained(folder)

@@ -1,0 +1,127 @@
+"""One model measured: which systems, in which order, how often. Starts what it needs and stops it again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks import environment
+from benchmarks.generate import generate_system
+from benchmarks.mesh_processes import NodeOptions, mesh_processes
+from benchmarks.mesh_system import MeshSystem, mesh_system
+from benchmarks.models import BenchModel, PreparedModel
+from benchmarks.systems import Run, System
+
+GENERATE, TWO_NODES, ONE_NODE = "generate()", "two nodes, cached", "one node, cached"
+WARM_UP_TOKENS = 8
+STATELESS_STEPS = 2  # at each length
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to measure.
+
+    Attributes:
+        dtype, device, threads: the same for all systems; each node has ``threads`` of its own.
+        stateless_lengths: lengths of answer at which a stateless step is timed; none leaves that path out.
+        one_node: measure a mesh of one node with the whole model too: what is lost by cutting it.
+        gateway: run an idle gateway beside the nodes, to tell its memory.
+        wait_policy: see `NodeOptions`.
+    """
+
+    dtype: str
+    device: str
+    threads: int
+    new_tokens: int
+    repeats: int
+    stateless_lengths: tuple[int, ...] = (0, 100, 200, 400)
+    one_node: bool = False
+    gateway: bool = True
+    wait_policy: str = "meshnet"
+
+
+@dataclass(slots=True)
+class Measurement:
+    """What was measured of one model.
+
+    Attributes:
+        runs: by system, one for each repeat, in their order.
+        stateless: by length of answer, seconds of single steps, of all repeats.
+        peak_rss: by system, most bytes held by each of its processes.
+        facts: of the machine and the software.
+    """
+
+    model: BenchModel
+    plan: Plan
+    facts: dict[str, Any]
+    prompt_tokens: int
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    stateless: dict[int, list[float]] = field(default_factory=dict)
+    peak_rss: dict[str, dict[str, int | None]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+async def measure(model: BenchModel, prepared: PreparedModel, plan: Plan, tell: Tell) -> Measurement:
+    """Start all systems, run them in turns, stop them.
+
+    All stay started throughout and wait for their turns, asleep; which one begins changes with every repeat.
+    """
+    began = time.monotonic()
+    facts = environment.facts()
+    found = Measurement(model, plan, facts, len(prepared.prompt))
+    async with AsyncExitStack() as running:
+        systems = await _start(model, prepared, plan, tell, running)
+        for system in systems:
+            tell(f"{model.key}: warming up {system.name}")
+            await system.run(prepared.prompt, WARM_UP_TOKENS)
+        for repeat in range(plan.repeats):
+            for system in systems if repeat % 2 == 0 else systems[::-1]:
+                tell(f"{model.key}: repeat {repeat + 1} of {plan.repeats}: {system.name}")
+                run = await system.run(prepared.prompt, plan.new_tokens)
+                found.runs.setdefault(system.name, []).append(run)
+            await _stateless(systems, found, prepared.prompt, tell, repeat)
+        for system in systems:
+            found.peak_rss[system.name] = system.peak_rss()
+    found.seconds = time.monotonic() - began
+    return found
+
+
+async def _start(
+    model: BenchModel, prepared: PreparedModel, plan: Plan, tell: Tell, running: AsyncExitStack
+) -> list[System]:
+    tell(f"{model.key}: starting {GENERATE}")
+    systems: list[System] = [
+        await running.enter_async_context(
+            generate_system(prepared.folder, dtype=plan.dtype, device=plan.device, threads=plan.threads)
+        )
+    ]
+    options = NodeOptions(plan.dtype, plan.threads, (plan.device,), plan.wait_policy)
+    layers = [split.split("-") for split in model.splits]
+    whole = f"{layers[0][0]}-{layers[-1][-1]}"
+    meshes = [(TWO_NODES, model.splits), *([(ONE_NODE, (whole,))] if plan.one_node else [])]
+    for name, splits in meshes:
+        tell(f"{model.key}: starting {name}: layers {' and '.join(splits)}")
+        processes = running.enter_context(
+            mesh_processes(prepared.model, splits, options, gateway=plan.gateway and name == TWO_NODES)
+        )
+        systems.append(await running.enter_async_context(mesh_system(name, prepared.name, processes)))
+    return systems
+
+
+async def _stateless(
+    systems: Sequence[System], found: Measurement, prompt: Sequence[int], tell: Tell, repeat: int
+) -> None:
+    """Time single steps of the stateless path, each over the prompt and that much of the cached answer."""
+    mesh = next(system for system in systems if isinstance(system, MeshSystem) and system.name == TWO_NODES)
+    answer = found.runs[TWO_NODES][-1].tokens
+    for length in found.plan.stateless_lengths:
+        if length > len(answer):
+            continue
+        tell(f"{found.model.key}: repeat {repeat + 1}: a stateless step at {length} tokens")
+        steps = await mesh.stateless_step_s((*prompt, *answer[:length]), STATELESS_STEPS)
+        found.stateless.setdefault(length, []).extend(steps)

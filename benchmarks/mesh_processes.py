@@ -1,0 +1,120 @@
+"""A mesh of real processes to measure: a tracker, a gateway and a node for each range, as `meshnet up` starts them.
+
+Unlike `meshnet up` it says each process's id, lets a node's environment be set, and can leave the gateway out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.environment import cores
+from benchmarks.memory import peak_rss
+from meshnet_cli.children import Child, Children
+
+START_TIMEOUT_S = 60.0
+NODE_TIMEOUT_S = 600.0
+
+# Environments of a node by the name of a wait policy: what its OpenMP threads do between two parallel regions.
+WAIT_POLICIES: dict[str, dict[str, str]] = {
+    "library": {},  # what libgomp or libiomp does when it is told nothing
+    "passive": {"OMP_WAIT_POLICY": "PASSIVE"},  # sleep at once
+    "active": {"OMP_WAIT_POLICY": "ACTIVE"},  # spin as good as for ever
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """How every node of a mesh is started.
+
+    Attributes:
+        devices: torch's name for each node's device; one for all, or one for each.
+        wait_policy: ``meshnet`` for what `meshnet up` sets, a key of `WAIT_POLICIES`, or ``spin:N`` for libgomp's
+            ``GOMP_SPINCOUNT``.
+    """
+
+    dtype: str
+    threads: int
+    devices: tuple[str, ...] = ("cpu",)
+    wait_policy: str = "meshnet"
+
+    def environment(self, nodes: int) -> dict[str, str]:
+        """What is set for each of ``nodes`` nodes.
+
+        Raises:
+            ValueError: an unknown wait policy.
+        """
+        name, _, count = self.wait_policy.partition(":")
+        if name == "meshnet":
+            from meshnet_cli.local_mesh import shared_cores  # noqa: PLC0415  brings the API's libraries, not always there
+
+            return shared_cores(nodes, self.threads)
+        if name == "spin" and count.isdigit():
+            return {"GOMP_SPINCOUNT": count}
+        if name not in WAIT_POLICIES:
+            known = ", ".join(("meshnet", "spin:N", *WAIT_POLICIES))
+            raise ValueError(f"wait policy {self.wait_policy!r} is unknown; it is one of {known}")
+        return WAIT_POLICIES[name]
+
+
+class MeshProcesses:
+    """The processes of one mesh, all ready.
+
+    Attributes:
+        tracker_url: where the nodes are registered.
+        api_url: the gateway's API; None where there is no gateway.
+    """
+
+    def __init__(self, tracker: Child, gateway: Child | None, nodes: Sequence[Child]) -> None:
+        self.tracker_url = str(tracker.url)
+        self.api_url = gateway.url if gateway is not None else None
+        self._children = [tracker, *([gateway] if gateway is not None else []), *nodes]
+
+    def peak_rss(self) -> dict[str, int | None]:
+        """Most bytes held by each process, by its name."""
+        return {child.name: peak_rss(child.process.pid) for child in self._children}
+
+    def pids(self) -> dict[str, int]:
+        """Process ids, by name, for a profiler."""
+        return {child.name: child.process.pid for child in self._children}
+
+
+@contextmanager
+def mesh_processes(
+    model: str, splits: Sequence[str], options: NodeOptions, *, gateway: bool = True
+) -> Iterator[MeshProcesses]:
+    """Start a mesh that serves ``model``, a node for each of ``splits``; all of it is gone when the block is left.
+
+    Raises:
+        CommandFailedError: a process ended or was not ready in time; it quotes the process's last lines.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="meshnet-bench-"))
+    environment = options.environment(len(splits))
+    try:
+        with Children(folder) as children:
+            tracker = children.start("tracker", ["tracker", "--port", "0"])
+            children.wait_ready(tracker, timeout_s=START_TIMEOUT_S)
+            at_tracker = ["--tracker", str(tracker.url)]
+            nodes = []
+            for index, layers in enumerate(splits):
+                name = f"node-{index + 1}"
+                device = options.devices[index % len(options.devices)]
+                arguments = ["node", model, "--layers", layers, *at_tracker, "--port", "0", "--name", name]
+                arguments += ["--dtype", options.dtype, "--device", device, "--threads", str(options.threads)]
+                nodes.append(children.start(name, arguments, environment))
+            started = children.start("gateway", ["gateway", *at_tracker, "--port", "0"]) if gateway else None
+            children.wait_ready(*nodes, timeout_s=NODE_TIMEOUT_S)
+            if started is not None:
+                children.wait_ready(started, timeout_s=START_TIMEOUT_S)
+            yield MeshProcesses(tracker, started, nodes)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def default_threads() -> int:
+    """CPU threads for each side where none are asked for."""
+    return min(2, cores())
