@@ -148,7 +148,7 @@ def explain_gaps(
             for node, shard in other.offers
             if shard.layers.start < gap.stop and gap.start < shard.layers.stop
         ]
-        subject = f"layer {gap}" if len(gap) == 1 else f"layers {gap}"
+        subject = f"layer {gap.start}" if len(gap) == 1 else f"layers {gap}"
         verb = "is" if len(gap) == 1 else "are"
         tail = f" that can be used: {listed(in_vain)}" if in_vain else ""
         sentences.append(f"{subject} of {variant.key.name} {verb} served by no node{tail}")

@@ -41,7 +41,7 @@ __all__ = ["DEFAULT_DECODE_MS", "FRAMES_PER_SESSION", "HOP_MS", "ModelSummary", 
 # Milliseconds per layer and decoded position of a 16-bit shard that has not been measured yet; one of 32 bits reads
 # twice the bytes and takes twice as long. On the fast side, so that a new node is tried, and then measured, soon.
 DEFAULT_DECODE_MS = {"cuda": 0.05, "mps": 0.2, "cpu": 0.5}
-# One more hop costs a small post: 0.39 ms there and back over loopback with aiohttp. Slower links are not known here.
+# One more hop costs a small post: 0.42 ms there and back over loopback (ADR-0002). Slower links are not known here.
 HOP_MS = 0.4
 # Frames that a newcomer finds ahead of it at a node, for each session there: a session of a route of two hops has its
 # frame at one of them about half of the time.

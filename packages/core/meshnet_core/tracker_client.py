@@ -7,7 +7,6 @@ over time; who keeps a node registered is `meshnet_node.registration`.
 from __future__ import annotations
 
 import json
-import math
 import os
 from typing import Any
 from urllib.parse import quote
@@ -17,7 +16,9 @@ import aiohttp
 from meshnet_core.errors import InvalidInputError, TrackerUnreachableError, error_from_wire
 from meshnet_core.membership import NodeInfo, Snapshot
 from meshnet_core.route import Route
+from meshnet_core.wire_fields import optional_number
 
+MAX_LEASE_S = 86_400.0
 _REMEDY = "start one with `meshnet tracker`, or give the address of yours with --tracker"
 
 
@@ -50,10 +51,13 @@ class TrackerClient:
             MeshnetError: what the tracker refused with.
         """
         reply = await self._call("PUT", f"/v1/nodes/{quote(info.node_id, safe='')}", info.to_wire())
-        lease = reply.get("lease_s")
-        if not isinstance(lease, int | float) or not math.isfinite(lease) or lease <= 0:
-            raise self._no_tracker(f"it granted a lease of {lease!r} s")
-        return float(lease)
+        try:
+            lease_s = optional_number(reply, "lease_s", most=MAX_LEASE_S)
+        except InvalidInputError as error:
+            raise self._no_tracker(error.message) from error
+        if not lease_s:
+            raise self._no_tracker(f"it granted a lease of {lease_s} s")
+        return lease_s
 
     async def leave(self, node_id: str, *, boot: str | None = None) -> None:
         """Take a node out of the directory; with ``boot`` only if that start of it is the one registered.

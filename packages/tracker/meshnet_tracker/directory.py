@@ -10,7 +10,7 @@ one that came first is told.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -119,7 +119,7 @@ class Directory:
         self._clock = clock
         self._max_nodes = max_nodes
         self._listeners = [on_event] if on_event is not None else []
-        self._leases: dict[str, _Lease] = {}
+        self._leases: OrderedDict[str, _Lease] = OrderedDict()  # the one heard of longest ago comes first
 
     def subscribe(self, listener: Callable[[DirectoryEvent], None]) -> None:
         """Have ``listener`` told of every change from now on, beside ``on_event``."""
@@ -153,6 +153,7 @@ class Directory:
                 "stop one of the two, or give it an id of its own"
             )
         lease.node, lease.heard_at, lease.routed = node, now, 0
+        self._leases.move_to_end(node.node_id)
         if node.boot != before.boot:
             lease.replaced.append(before.boot)
             self._tell(Restarted(node, before))
@@ -177,10 +178,12 @@ class Directory:
     def expire(self) -> None:
         """Drop the nodes whose lease is over; every other method does so first."""
         now = self._clock.now()
-        for node_id, lease in list(self._leases.items()):
-            if now - lease.heard_at >= self.lease_s:
-                del self._leases[node_id]
-                self._tell(Expired(lease.node, now - lease.heard_at))
+        while self._leases:
+            lease = next(iter(self._leases.values()))
+            if now - lease.heard_at < self.lease_s:
+                return
+            self._leases.popitem(last=False)
+            self._tell(Expired(lease.node, now - lease.heard_at))
 
     def snapshot(self) -> Snapshot:
         """The live nodes as they announced themselves, in the order of their ids."""

@@ -86,6 +86,7 @@ def create_app(directory: Directory) -> web.Application:
         return web.json_response({"status": "ok", "version": __version__, "nodes": len(directory.snapshot().nodes)})
 
     async def exposition(request: web.Request) -> web.Response:
+        _query(request)
         return web.Response(
             body=generate_latest(metrics.registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )

@@ -1,0 +1,57 @@
+"""Announcements survive the wire, and whatever JSON arrives in their place is refused with an error of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from announcements import node, shard
+from meshnet_core.errors import InvalidInputError, LayersUnavailableError
+from meshnet_core.membership import NodeInfo, Snapshot
+from meshnet_core.planning import plan_route, served_models
+from meshnet_core.wire_fields import MAX_WHOLE
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
+counts = st.integers(0, MAX_WHOLE)
+
+
+@given(counts, counts, counts, st.booleans(), st.floats(0, 1e9) | st.none())
+def test_an_announcement_survives_the_wire(
+    sessions: int, queued: int, state_bytes: int, draining: bool, ms: float | None
+) -> None:
+    held = shard("3-7", decode_ms=ms, prefill_ms=ms, weight_bytes=state_bytes)
+    sent = node("a", held, "8-9", sessions=sessions, queued=queued, state_bytes=state_bytes, draining=draining)
+    assert NodeInfo.from_wire(json.loads(json.dumps(sent.to_wire()))) == sent
+    assert Snapshot.from_wire(json.loads(json.dumps(Snapshot((sent,)).to_wire()))) == Snapshot((sent,))
+
+
+@given(anything)
+def test_anything_else_is_refused(document: object) -> None:
+    with contextlib.suppress(InvalidInputError):
+        NodeInfo.from_wire(document)
+    with contextlib.suppress(InvalidInputError):
+        Snapshot.from_wire(document)
+
+
+@settings(max_examples=300)
+@given(st.data(), anything)
+def test_a_field_that_is_let_in_never_breaks_planning(data: st.DataObject, value: object) -> None:
+    """One node tells something odd; either it is refused, or plans go on beside and through it."""
+    document = node("a", "0-14", sessions=1).to_wire()
+    target = data.draw(st.sampled_from([document, document["shards"][0]]))
+    target[data.draw(st.sampled_from(sorted(target)))] = value
+    try:
+        odd = NodeInfo.from_wire(document)
+    except InvalidInputError:
+        return
+    mesh = Snapshot((odd, node("b", "10-29"), node("c", shard("0-29", decode_ms=99.0))))
+    plan_route(mesh, "m")
+    served_models(mesh)
+    with contextlib.suppress(LayersUnavailableError):
+        plan_route(mesh, "m", frozenset({"c"}))
