@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
-
-import httpx
 import pytest
-from fastapi import FastAPI
 
+from api_client import USER, app_of, content_of, events_of, post
 from meshnet_core.errors import DeadlineError, LayersUnavailableError
-from meshnet_gateway.api import create_app
 from meshnet_gateway.generation import PrefillProgress
 from meshnet_gateway.text_model import TextModel
-from scripted_engine import FixedMesh, FixedTexts, ScriptedEngine, summary, tokens
+from scripted_engine import ScriptedEngine, tokens
 from tiny_tokenizers import byte_level_files
-
-USER = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
 def model() -> TextModel:
     return TextModel.from_files("tiny", "f" * 64, byte_level_files())
-
-
-@asynccontextmanager
-async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-        yield client
-
-
-def app_of(engine: ScriptedEngine, model: TextModel, mesh: FixedMesh | None = None) -> FastAPI:
-    return create_app(engine, FixedTexts({model.name: model}), mesh or FixedMesh([summary("tiny")]))
-
-
-async def post(app: FastAPI, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
-    async with client_of(app) as client:
-        return await client.post(path, json={"model": "tiny", **body})
-
-
-def events_of(response: httpx.Response) -> list[Any]:
-    """Parsed data of each event; comments as strings that begin with a colon."""
-    found: list[Any] = []
-    for block in response.text.split("\n\n")[:-1]:
-        if block.startswith("data: "):
-            data = block.removeprefix("data: ")
-            found.append("[DONE]" if data == "[DONE]" else json.loads(data))
-        else:
-            found.append(block)
-    return found
-
-
-def content_of(events: list[Any]) -> str:
-    choices = [choice for event in events if isinstance(event, dict) for choice in event.get("choices", [])]
-    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
 
 
 async def test_whole_answer(model: TextModel) -> None:

@@ -20,12 +20,12 @@ from meshnet_core import __version__
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.errors import MeshnetError, ModelNotFoundError, RequestRefusedError
 from meshnet_gateway.answer_shapes import AnswerShape, ChatShape, CompletionShape
-from meshnet_gateway.api_errors import error_object, from_mesh, from_validation
+from meshnet_gateway.api_errors import ErrorBody, error_object, from_mesh, from_validation
 from meshnet_gateway.api_types import ChatRequest, CompletionRequest, GenerationFields
 from meshnet_gateway.body_limit import BodyLimit
 from meshnet_gateway.event_stream import ClientGoneError, EventStream, while_connected
 from meshnet_gateway.generation import GenerationRequest
-from meshnet_gateway.generations import Generations, Job, token_limit
+from meshnet_gateway.generations import Generations, Job, outcome_of, token_limit
 from meshnet_gateway.ports import Engine, Mesh, TextModels
 from meshnet_gateway.releases import Releases
 from meshnet_gateway.status import GatewayFigures
@@ -92,10 +92,11 @@ def create_app(
     return app
 
 
-router = APIRouter()
+router = APIRouter(responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}})
+_STREAM_TOO: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post("/v1/chat/completions", response_model=None, responses=_STREAM_TOO)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """An answer to a conversation, whole or streamed."""
 
@@ -104,12 +105,12 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         messages = [message.for_template() for message in body.messages]
         prompt = await asyncio.to_thread(model.render_chat, messages)
         shape = ChatShape(model, bool(body.logprobs), body.include_usage)
-        return _job("chat", body, model, prompt, shape, "messages")
+        return _job(request, body, model, prompt, shape, "messages")
 
     return await _answer(request, body, prepare)
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post("/v1/completions", response_model=None, responses=_STREAM_TOO)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Text that goes on from a prompt, whole or streamed."""
 
@@ -118,7 +119,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         written = body.one_prompt
         prompt = await asyncio.to_thread(model.encode, written) if isinstance(written, str) else tuple(written)
         shape = CompletionShape(model, body.logprobs is not None, body.include_usage)
-        return _job("completions", body, model, prompt, shape, "prompt")
+        return _job(request, body, model, prompt, shape, "prompt")
 
     return await _answer(request, body, prepare)
 
@@ -180,7 +181,7 @@ def _door(request: Request) -> Door:
 
 
 def _job(
-    endpoint: str, body: GenerationFields, model: TextModel, prompt: tuple[int, ...], shape: AnswerShape, param: str
+    http: Request, body: GenerationFields, model: TextModel, prompt: tuple[int, ...], shape: AnswerShape, param: str
 ) -> Job:
     if not prompt:
         raise RequestRefusedError(f"{param} makes no token; say something", param=param)
@@ -197,27 +198,32 @@ def _job(
         stop_ids=model.stop_ids,
         cache=body.meshnet.cache == "on",
     )
-    return Job(endpoint, body, model, request, shape)
+    return Job(_endpoint(http), body, model, request, shape)
 
 
 async def _answer(request: Request, body: GenerationFields, prepare: Callable[[], Awaitable[Job]]) -> Response:
-    generations = _door(request).generations
+    door = _door(request)
 
-    async def whole() -> Response:
-        job = await prepare()
-        return JSONResponse(await generations.whole(job), headers={"x-request-id": job.shape.id})
+    async def begun() -> Response:
+        try:
+            job = await prepare()
+        except MeshnetError as error:
+            door.figures.ended(_endpoint(request), outcome_of(error))
+            raise
+        headers = {"x-request-id": job.shape.id}
+        if body.stream:
+            return EventStream(door.generations.streamed(job), headers)
+        return JSONResponse(await door.generations.whole(job), headers=headers)
 
     try:
-        if body.stream:
-            job = await while_connected(request.receive, _awaited(prepare))
-            return EventStream(generations.streamed(job), {"x-request-id": job.shape.id})
-        return await while_connected(request.receive, whole())
+        return await while_connected(request.receive, begun())
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
 
 
-async def _awaited(make: Callable[[], Awaitable[Job]]) -> Job:
-    return await make()
+def _endpoint(request: Request) -> str:
+    """How the figures call the endpoint of a request for a generation."""
+    return "chat" if request.url.path.endswith("/chat/completions") else "completions"
 
 
 def _model(summary: ModelSummary, created: int) -> dict[str, Any]:
@@ -235,9 +241,10 @@ def _model(summary: ModelSummary, created: int) -> dict[str, Any]:
     }
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
+async def _invalid(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
+    _door(request).figures.ended(_endpoint(request), "refused")
     code, document = from_validation(error.errors(), error.body)
     return JSONResponse(document, code)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from meshnet_core.errors import (
     CacheFullError,
     DeadlineError,
@@ -14,13 +16,28 @@ from meshnet_core.errors import (
     ModelNotFoundError,
     RequestRefusedError,
 )
-from meshnet_gateway.api_types import UNSUPPORTED
+from meshnet_gateway.api_fields import UNSUPPORTED
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter", UNSUPPORTED: UNSUPPORTED}
 _BAD_GATEWAY = 502
 # Refusals of a hop that a client can act on, by waiting. Of the others the gateway is the author, not the client.
 _PASSED_ON = (CacheFullError, DrainingError, DeadlineError)
+
+
+class ErrorFields(BaseModel):
+    """What went wrong; ``param`` names the field of the request, where one is to blame."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is an error; for the API's description."""
+
+    error: ErrorFields
 
 
 class ContextLengthError(RequestRefusedError):

@@ -9,64 +9,43 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from meshnet_core.errors import RequestRefusedError
 from meshnet_core.sampling import MAX_TOP_LOGPROBS, SEED_BITS, SamplingParams
+from meshnet_gateway.api_fields import Body, Text, neutral_only, refusal
 
-UNSUPPORTED = "unsupported_parameter"  # type of the validation errors of fields that are known and not supported
 MAX_STOPS = 4
 MAX_LEGACY_LOGPROBS = 5
 LEGACY_MAX_TOKENS = 16  # what OpenAI's /v1/completions takes where max_tokens is absent
-
-
-def refuse(field: str, why: str) -> PydanticCustomError:
-    return PydanticCustomError(UNSUPPORTED, "{field} is not supported: {why}", {"field": field, "why": why})
-
-
-def _neutral_only(field: str, why: str, *neutral: Any) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        # By type too, since True == 1 in Python and not in JSON.
-        if value is None or any(type(value) is type(one) and value == one for one in neutral):
-            return None
-        allowed = " or ".join(["null", *(repr(one) for one in neutral)])
-        raise refuse(field, f"{why} (only {allowed} is accepted)")
-
-    return BeforeValidator(check)
 
 
 def _one_or_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, _neutral_only("include_obfuscation", "nothing is added to chunks", False)] = (
-        None
-    )
+    include_obfuscation: Annotated[Any, neutral_only("include_obfuscation", "nothing is added to chunks", False)] = None
 
 
-class MeshnetOptions(_Body):
+class MeshnetOptions(Body):
     """What only this API knows. ``cache: off`` takes the stateless path: every step runs the whole sequence."""
 
     cache: Literal["on", "off"] = "on"
 
 
-class GenerationFields(_Body):
+class GenerationFields(Body):
     """What chat and plain completions share."""
 
-    model: str
+    model: Text
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: (
         Annotated[
-            list[Annotated[str, Field(min_length=1)]],
+            list[Annotated[Text, Field(min_length=1)]],
             BeforeValidator(_one_or_list, json_schema_input_type=str | list[str]),
             Field(max_length=MAX_STOPS),
         ]
@@ -74,17 +53,17 @@ class GenerationFields(_Body):
     ) = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    user: str | None = None
+    user: Text | None = None
     meshnet: MeshnetOptions = MeshnetOptions()
 
-    n: Annotated[Any, _neutral_only("n", "one answer per request", 1)] = None
-    logit_bias: Annotated[Any, _neutral_only("logit_bias", "the nodes know no biases yet", {})] = None
+    n: Annotated[Any, neutral_only("n", "one answer per request", 1)] = None
+    logit_bias: Annotated[Any, neutral_only("logit_bias", "the nodes know no biases yet", {})] = None
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Self:
@@ -131,18 +110,18 @@ class GenerationFields(_Body):
 
 def _text_part_only(value: Any) -> Any:
     if isinstance(value, str) and value != "text":
-        raise refuse(f"a content part of type {value!r}", "messages are text; only parts of type 'text' are accepted")
+        raise refusal(f"a content part of type {value!r}", "messages are text; only parts of type 'text' are accepted")
     return value
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Annotated[Literal["text"], BeforeValidator(_text_part_only)]
-    text: str
+    text: Text
 
 
 def _known_role(value: Any) -> Any:
     if value in ("tool", "function"):
-        raise refuse(f"role {value!r}", "tools are not supported yet")
+        raise refusal(f"role {value!r}", "tools are not supported yet")
     return value
 
 
@@ -150,21 +129,21 @@ _NO_TOOLS = "tools are not supported yet"
 _NO_AUDIO = "answers are text"
 
 
-class Message(_Body):
+class Message(Body):
     """One message. ``developer`` is given to the model's template as ``system``, which is what templates know."""
 
     role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_known_role)]
     content: Annotated[
-        Annotated[str, Tag("string")] | Annotated[list[TextPart], Tag("parts")],
+        Annotated[Text, Tag("string")] | Annotated[list[TextPart], Tag("parts")],
         Discriminator(lambda value: "parts" if isinstance(value, list) else "string"),
     ]
-    name: Annotated[Any, _neutral_only("name", "chat templates know roles, not names")] = None
-    refusal: Annotated[Any, _neutral_only("refusal", "templates know no refusals")] = None
-    annotations: Annotated[Any, _neutral_only("annotations", "templates know none", [])] = None
-    audio: Annotated[Any, _neutral_only("audio", _NO_AUDIO)] = None
-    tool_calls: Annotated[Any, _neutral_only("tool_calls", _NO_TOOLS, [])] = None
-    tool_call_id: Annotated[Any, _neutral_only("tool_call_id", _NO_TOOLS)] = None
-    function_call: Annotated[Any, _neutral_only("function_call", _NO_TOOLS)] = None
+    name: Annotated[Any, neutral_only("name", "chat templates know roles, not names")] = None
+    refusal: Annotated[Any, neutral_only("refusal", "templates know no refusals")] = None
+    annotations: Annotated[Any, neutral_only("annotations", "templates know none", [])] = None
+    audio: Annotated[Any, neutral_only("audio", _NO_AUDIO)] = None
+    tool_calls: Annotated[Any, neutral_only("tool_calls", _NO_TOOLS, [])] = None
+    tool_call_id: Annotated[Any, neutral_only("tool_call_id", _NO_TOOLS)] = None
+    function_call: Annotated[Any, neutral_only("function_call", _NO_TOOLS)] = None
 
     def for_template(self) -> dict[str, str]:
         """Role and content as one string; text parts are joined by line breaks."""
@@ -181,27 +160,27 @@ class ChatRequest(GenerationFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     response_format: Annotated[
-        Any, _neutral_only("response_format", "answers are not constrained yet", {"type": "text"})
+        Any, neutral_only("response_format", "answers are not constrained yet", {"type": "text"})
     ] = None
-    tools: Annotated[Any, _neutral_only("tools", _NO_TOOLS, [])] = None
-    tool_choice: Annotated[Any, _neutral_only("tool_choice", _NO_TOOLS, "none")] = None
-    parallel_tool_calls: Annotated[Any, _neutral_only("parallel_tool_calls", _NO_TOOLS)] = None
-    functions: Annotated[Any, _neutral_only("functions", _NO_TOOLS, [])] = None
-    function_call: Annotated[Any, _neutral_only("function_call", _NO_TOOLS, "none")] = None
-    audio: Annotated[Any, _neutral_only("audio", _NO_AUDIO)] = None
-    modalities: Annotated[Any, _neutral_only("modalities", _NO_AUDIO, ["text"])] = None
-    prediction: Annotated[Any, _neutral_only("prediction", "nothing is speculated yet")] = None
-    reasoning_effort: Annotated[Any, _neutral_only("reasoning_effort", "templates are not told of it yet")] = None
-    verbosity: Annotated[Any, _neutral_only("verbosity", "templates know none")] = None
-    metadata: Annotated[Any, _neutral_only("metadata", "nothing is stored", {})] = None
-    store: Annotated[Any, _neutral_only("store", "nothing is stored", False)] = None
-    service_tier: Annotated[Any, _neutral_only("service_tier", "there is one tier", "auto", "default")] = None
-    moderation: Annotated[Any, _neutral_only("moderation", "nothing is moderated")] = None
-    safety_identifier: Annotated[Any, _neutral_only("safety_identifier", "nothing is moderated")] = None
-    prompt_cache_key: Annotated[Any, _neutral_only("prompt_cache_key", "no prefix is kept yet")] = None
-    prompt_cache_options: Annotated[Any, _neutral_only("prompt_cache_options", "no prefix is kept yet")] = None
-    prompt_cache_retention: Annotated[Any, _neutral_only("prompt_cache_retention", "no prefix is kept yet")] = None
-    web_search_options: Annotated[Any, _neutral_only("web_search_options", "nothing is searched")] = None
+    tools: Annotated[Any, neutral_only("tools", _NO_TOOLS, [])] = None
+    tool_choice: Annotated[Any, neutral_only("tool_choice", _NO_TOOLS, "none")] = None
+    parallel_tool_calls: Annotated[Any, neutral_only("parallel_tool_calls", _NO_TOOLS)] = None
+    functions: Annotated[Any, neutral_only("functions", _NO_TOOLS, [])] = None
+    function_call: Annotated[Any, neutral_only("function_call", _NO_TOOLS, "none")] = None
+    audio: Annotated[Any, neutral_only("audio", _NO_AUDIO)] = None
+    modalities: Annotated[Any, neutral_only("modalities", _NO_AUDIO, ["text"])] = None
+    prediction: Annotated[Any, neutral_only("prediction", "nothing is speculated yet")] = None
+    reasoning_effort: Annotated[Any, neutral_only("reasoning_effort", "templates are not told of it yet")] = None
+    verbosity: Annotated[Any, neutral_only("verbosity", "templates know none")] = None
+    metadata: Annotated[Any, neutral_only("metadata", "nothing is stored", {})] = None
+    store: Annotated[Any, neutral_only("store", "nothing is stored", False)] = None
+    service_tier: Annotated[Any, neutral_only("service_tier", "there is one tier", "auto", "default")] = None
+    moderation: Annotated[Any, neutral_only("moderation", "nothing is moderated")] = None
+    safety_identifier: Annotated[Any, neutral_only("safety_identifier", "nothing is moderated")] = None
+    prompt_cache_key: Annotated[Any, neutral_only("prompt_cache_key", "no prefix is kept yet")] = None
+    prompt_cache_options: Annotated[Any, neutral_only("prompt_cache_options", "no prefix is kept yet")] = None
+    prompt_cache_retention: Annotated[Any, neutral_only("prompt_cache_retention", "no prefix is kept yet")] = None
+    web_search_options: Annotated[Any, neutral_only("web_search_options", "nothing is searched")] = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -228,12 +207,12 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """Body of POST /v1/completions: a prompt as text or token ids, or a list that holds one such prompt."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Text | list[int] | list[Text] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
 
-    best_of: Annotated[Any, _neutral_only("best_of", "one answer per request", 1)] = None
-    echo: Annotated[Any, _neutral_only("echo", "the prompt's logprobs are not computed", False)] = None
-    suffix: Annotated[Any, _neutral_only("suffix", "models here only write on", "")] = None
+    best_of: Annotated[Any, neutral_only("best_of", "one answer per request", 1)] = None
+    echo: Annotated[Any, neutral_only("echo", "the prompt's logprobs are not computed", False)] = None
+    suffix: Annotated[Any, neutral_only("suffix", "models here only write on", "")] = None
 
     @property
     def token_limit(self) -> int | None:

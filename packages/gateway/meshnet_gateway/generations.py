@@ -69,6 +69,11 @@ def token_limit(fields: GenerationFields, model: TextModel, prompt_length: int, 
     return limit - prompt_length if asked is None else asked
 
 
+def outcome_of(error: MeshnetError) -> str:
+    """What the figures call a request that ended with this error."""
+    return "refused" if http_status(error) < 500 else "failed"
+
+
 class Generations:
     """Runs jobs on an engine."""
 
@@ -141,7 +146,7 @@ class Generations:
             outcome = "client_gone"
             raise
         except MeshnetError as error:
-            outcome = "refused" if http_status(error) < 500 else "failed"
+            outcome = outcome_of(error)
             raise
         except Exception:
             outcome = "failed"

@@ -1,0 +1,397 @@
+"""What the API answers besides chat text: models, health, figures, errors in OpenAI's shape, and completions."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+import meshnet_core.errors
+from api_client import USER, app_of, client_of, content_of, events_of, get, post
+from meshnet_core.errors import (
+    BadFrameError,
+    CacheFullError,
+    DrainingError,
+    HopUnreachableError,
+    MeshnetError,
+    RequestRefusedError,
+    TrackerUnreachableError,
+    UnauthorizedError,
+)
+from meshnet_core.layer_range import LayerRange
+from meshnet_core.sampling import SampledToken
+from meshnet_gateway.api import create_app
+from meshnet_gateway.api_errors import from_mesh
+from meshnet_gateway.generation import PrefillProgress
+from meshnet_gateway.text_model import TextModel
+from scripted_engine import FixedMesh, FixedTexts, ScriptedEngine, summary, tokens
+from tiny_tokenizers import byte_level_files
+
+
+@pytest.fixture(scope="module")
+def model() -> TextModel:
+    return TextModel.from_files("tiny", "f" * 64, byte_level_files())
+
+
+def app_over(mesh: FixedMesh) -> FastAPI:
+    return create_app(ScriptedEngine(), FixedTexts({}), mesh)
+
+
+async def test_models_are_those_that_are_whole() -> None:
+    app = app_over(FixedMesh([summary("org/tiny"), summary("part", missing=[LayerRange(2, 4)])]))
+    listing = (await get(app, "/v1/models")).json()
+    assert listing["object"] == "list"
+    (entry,) = listing["data"]
+    assert entry["id"] == "org/tiny"
+    assert entry["object"] == "model"
+    assert entry["owned_by"] == "meshnet"
+    assert isinstance(entry["created"], int)
+    assert entry["meshnet"]["layers"] == 4
+    assert (await get(app, "/v1/models/org/tiny")).json() == entry
+    missing = await get(app, "/v1/models/part")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
+async def test_readiness_is_that_some_model_can_answer() -> None:
+    assert (await get(app_over(FixedMesh([summary("tiny")])), "/readyz")).json() == {
+        "status": "ready",
+        "models": ["tiny"],
+    }
+    gap = await get(app_over(FixedMesh([summary("tiny", missing=[LayerRange(2, 4)])])), "/readyz")
+    assert gap.status_code == 503
+    assert gap.json()["reason"] == "tiny lacks layers 2-3"
+    nothing = await get(app_over(FixedMesh([])), "/readyz")
+    assert (nothing.status_code, nothing.json()["reason"]) == (503, "no node serves a model")
+    lost = await get(app_over(FixedMesh(failure=TrackerUnreachableError("no tracker answers"))), "/readyz")
+    assert (lost.status_code, lost.json()["reason"]) == (503, "no tracker answers")
+
+
+async def test_health_status_and_figures(model: TextModel) -> None:
+    engine = ScriptedEngine(tokens(model.encode("the fox")))
+    app = app_of(engine, model)
+    assert (await get(app, "/healthz")).json()["status"] == "ok"
+    await post(app, messages=USER)
+    await post(app, messages=USER, max_tokens=0)
+    await post(app, messages=USER, model="other")
+    status = (await get(app, "/v1/meshnet/status")).json()
+    assert status["models"] == ["tiny"]
+    assert status["gateway"]["requests"] == {"ok": 1, "refused": 2}
+    assert status["gateway"]["active_generations"] == 0
+    metrics = await get(app, "/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    assert 'meshnet_gateway_requests_total{endpoint="chat",outcome="ok"} 1.0' in metrics.text
+    assert f'meshnet_gateway_tokens_total{{kind="prompt"}} {len(model.render_chat(USER))}.0' in metrics.text
+    assert "meshnet_gateway_time_to_first_token_seconds_count 1.0" in metrics.text
+    assert "meshnet_gateway_active_generations 0.0" in metrics.text
+
+
+async def test_the_apps_own_description_can_be_had() -> None:
+    document = (await get(app_over(FixedMesh()), "/openapi.json")).json()
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= set(document["paths"])
+    assert "422" not in json.dumps(document["paths"])
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "code"),
+    [
+        (b"", {"content-type": "application/json"}, "missing_required_parameter"),
+        (b"not json", {"content-type": "application/json"}, "invalid_json"),
+        (b'{"model": "tiny",', {"content-type": "application/json"}, "invalid_json"),
+        (b"\xff\xfe\x00", {"content-type": "application/json"}, None),
+        (b"[" * 100_000, {"content-type": "application/json"}, None),
+        (b"[1]", {"content-type": "application/json"}, "invalid_value"),
+        (b'"text"', {"content-type": "application/json"}, "invalid_value"),
+        (b"null", {"content-type": "application/json"}, None),
+        (b'{"model": "tiny"}', {"content-type": "text/plain"}, "invalid_value"),
+        (b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', {}, "invalid_value"),
+        (b'{"model": "tiny", "seed": 1' + b"0" * 5000 + b"}", {"content-type": "application/json"}, None),
+    ],
+)
+async def test_garbage_is_a_400_in_openais_shape(
+    model: TextModel, content: bytes, headers: dict[str, str], code: str | None
+) -> None:
+    engine = ScriptedEngine(tokens([40]))
+    async with client_of(app_of(engine, model)) as client:
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            response = await client.post(path, content=content, headers=headers)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["type"] == "invalid_request_error"
+            assert error["message"]
+            if code is not None and path.endswith("chat/completions"):
+                assert error["code"] == code
+        assert (await client.post("/v1/chat/completions", json={"model": "tiny", "messages": USER})).status_code == 200
+
+
+async def test_too_much_is_refused_before_it_is_read(model: TextModel) -> None:
+    app = create_app(ScriptedEngine(), FixedTexts({"tiny": model}), FixedMesh(), max_body=1000)
+    taken = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal taken
+        while taken < 1_000_000:
+            taken += 100
+            yield b" " * 100
+
+    async with client_of(app) as client:
+        for content in (b" " * 2000, endless()):
+            response = await client.post(
+                "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+            )
+            assert response.status_code == 413
+            assert "1000 bytes" in response.json()["error"]["message"]
+    assert taken < 3000
+
+
+async def test_unknown_paths_and_methods_have_openais_shape(model: TextModel) -> None:
+    app = app_of(ScriptedEngine(), model)
+    for path, status in (("/v1/embeddings", 404), ("/v1/chat/completions", 405)):
+        response = await get(app, path)
+        assert response.status_code == status
+        assert path in response.json()["error"]["message"]
+
+
+async def test_a_bug_is_a_500_that_tells_nothing_of_the_inside(model: TextModel) -> None:
+    engine = ScriptedEngine([ValueError("secret")])
+    for stream in (False, True):
+        response = await post(app_of(engine, model), messages=USER, stream=stream)
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+        assert "secret" not in response.text
+    engine.script = [*tokens(model.encode("the fox")), ValueError("secret")]
+    response = await post(app_of(engine, model), messages=USER, stream=True)
+    events = events_of(response)
+    assert content_of(events) == "the fox"
+    assert events[-2]["error"]["code"] == "internal"
+    assert events[-1] == "[DONE]"
+    assert "secret" not in response.text
+    assert engine.closed == ["s-1", "s-2", "s-3"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (RequestRefusedError("no", param="messages"), 400, "invalid_request_error"),
+        (CacheFullError("full"), 429, "rate_limit_error"),
+        (DrainingError("leaving"), 503, "server_error"),
+        (HopUnreachableError("gone", hop_index=1), 502, "server_error"),
+        (UnauthorizedError("who"), 502, "server_error"),  # of a hop with the gateway, not of the client
+        (BadFrameError("what"), 502, "server_error"),
+    ],
+)
+def test_errors_of_the_mesh_have_the_fitting_status_and_type(error: MeshnetError, status: int, kind: str) -> None:
+    found, body = from_mesh(error)
+    assert (found, body["error"]["type"], body["error"]["code"]) == (status, kind, error.code)
+
+
+def test_every_error_of_the_tree_becomes_an_answer() -> None:
+    for _, kind in inspect.getmembers(meshnet_core.errors, inspect.isclass):
+        if issubclass(kind, MeshnetError):
+            fields: dict[str, Any] = {"reason": "evicted"} if "reason" in inspect.signature(kind).parameters else {}
+            status, body = from_mesh(kind("what was wrong", **fields))
+            assert 400 <= status < 600
+            assert body["error"]["message"] == "what was wrong"
+
+
+async def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(model: TextModel) -> None:
+    engine = ScriptedEngine(tokens([40] * 100))
+    app = app_of(engine, model)
+    length = len(model.render_chat(USER))
+    long = await post(app, messages=[{"role": "user", "content": "hello " * 100}])
+    error = long.json()["error"]
+    assert long.status_code == 400
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    tokens_long = len(model.render_chat([{"role": "user", "content": "hello " * 100}]))
+    assert f"{tokens_long} tokens" in error["message"]
+    assert "64 positions" in error["message"]
+
+    for field in ("max_tokens", "max_completion_tokens"):
+        asked: dict[str, Any] = {field: 64 - length + 1}
+        response = await post(app, messages=USER, **asked)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+        assert f"{length} tokens" in error["message"]
+        assert "64 positions" in error["message"]
+        assert f"leaves {64 - length}" in error["message"]
+    assert engine.requests == []
+
+    assert (await post(app, messages=USER, max_tokens=64 - length)).status_code == 200
+    whole = (await post(app, messages=USER)).json()
+    assert engine.requests[-1].max_tokens == 64 - length
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["total_tokens"] == 64
+
+
+async def test_the_engine_is_asked_for_what_the_request_says(model: TextModel) -> None:
+    engine = ScriptedEngine(tokens([40]))
+    app = app_of(engine, model)
+    sent: dict[str, Any] = {"temperature": 0.25, "seed": 11, "top_k": 5, "max_tokens": 3, "meshnet": {"cache": "off"}}
+    body = (await post(app, messages=USER, **sent)).json()
+    (request,) = engine.requests
+    assert request.model == "tiny"
+    assert request.prompt_ids == model.render_chat(USER)
+    assert request.stop_ids == model.stop_ids
+    assert request.max_tokens == 3
+    assert request.cache is False
+    assert (request.sampling.temperature, request.sampling.seed, request.sampling.top_k) == (0.25, 11, 5)
+    assert body["meshnet"]["mode"] == "stateless"
+    assert body["meshnet"]["seed"] == 11
+
+
+async def test_unknown_model_is_a_404_that_names_the_field(model: TextModel) -> None:
+    response = await post(app_of(ScriptedEngine(), model), messages=USER, model="other")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+async def test_a_model_without_a_template_refuses_chat_and_takes_completions() -> None:
+    plain = TextModel.from_files("tiny", "f" * 64, byte_level_files(template=None))
+    app = app_of(ScriptedEngine(tokens(plain.encode(" fox"))), plain)
+    refused = await post(app, messages=USER)
+    assert refused.status_code == 400
+    assert "no chat template" in refused.json()["error"]["message"]
+    assert (await post(app, "/v1/completions", prompt="the")).json()["choices"][0]["text"] == " fox"
+
+
+# -- stop strings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected", "finish"),
+    [
+        ("fox", "the ", "stop"),
+        (["brown", " jumps"], "the fox", "stop"),
+        ("the", "", "stop"),
+        ("lazy", "the fox jumps 你好!", "stop"),
+        ("好", "the fox jumps 你", "stop"),
+        (["umps 你", "x j"], "the fo", "stop"),
+    ],
+)
+async def test_stop_strings_end_the_answer_and_the_generation(
+    model: TextModel, stop: str | list[str], expected: str, finish: str
+) -> None:
+    said = tokens(model.encode("the fox jumps 你好!"))
+    engine = ScriptedEngine(said)
+    app = app_of(engine, model)
+    whole = (await post(app, messages=USER, stop=stop)).json()
+    assert whole["choices"][0]["message"]["content"] == expected
+    assert whole["choices"][0]["finish_reason"] == finish
+    if expected != "the fox jumps 你好!":
+        assert engine.given < len(said)  # nothing is made that nobody will see
+        assert whole["usage"]["completion_tokens"] == engine.given
+    events = events_of(await post(app, messages=USER, stop=stop, stream=True))
+    assert content_of(events) == expected
+    assert events[-2]["choices"][0]["finish_reason"] == finish
+    assert engine.closed == ["s-1", "s-2"]
+
+
+async def test_the_stream_is_the_whole_text_to_the_character_wherever_it_ends(model: TextModel) -> None:
+    ids = model.encode("ż 你好 👩‍👩‍👧 e\u0301 the fox, hello")
+    for end in range(len(ids) + 1):
+        app = app_of(ScriptedEngine(tokens(ids[:end]), finish="length"), model)
+        fields: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stop": ["zzz", "👧 e"]}
+        whole = (await post(app, **fields)).json()["choices"][0]
+        events = events_of(await post(app, stream=True, **fields))
+        assert content_of(events) == whole["message"]["content"]
+        assert events[-2]["choices"][0]["finish_reason"] == whole["finish_reason"]
+        pieces = [event["choices"][0]["delta"].get("content", "") for event in events[:-1]]
+        assert not any("\ufffd" in piece for piece in pieces[:-2])  # only as the last piece, where a character is cut
+
+
+# -- logprobs ----------------------------------------------------------------------------------------------------------
+
+
+def with_logprobs(model: TextModel, text: str) -> list[SampledToken]:
+    return [SampledToken(token, -0.5, ((token, -0.5), (40, -2.0))) for token in model.encode(text)]
+
+
+async def test_logprobs_belong_to_the_text_they_come_with(model: TextModel) -> None:
+    said = with_logprobs(model, "the fox 你 jumps")
+    app = app_of(ScriptedEngine(said), model)
+    fields: dict[str, Any] = {"messages": USER, "logprobs": True, "top_logprobs": 2}
+    whole = (await post(app, **fields)).json()["choices"][0]
+    content = whole["logprobs"]["content"]
+    assert [entry["logprob"] for entry in content] == [-0.5] * len(said)
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == whole["message"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * len(said)
+    assert content[0]["top_logprobs"][0]["token"] == content[0]["token"]
+
+    text = ""
+    streamed = []
+    for event in events_of(await post(app, stream=True, **fields))[1:-2]:
+        choice = event["choices"][0]
+        text += choice["delta"]["content"]
+        streamed += choice["logprobs"]["content"]
+        written = bytes(byte for entry in streamed for byte in entry["bytes"]).decode(errors="ignore")
+        assert written == text
+    assert streamed == content
+
+
+async def test_logprobs_end_where_a_stop_string_cuts(model: TextModel) -> None:
+    said = with_logprobs(model, "the fox jumps")
+    app = app_of(ScriptedEngine(said), model)
+    choice = (await post(app, messages=USER, logprobs=True, stop=" jumps")).json()["choices"][0]
+    written = bytes(byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"]).decode()
+    assert choice["message"]["content"] == "the fox"
+    assert written == "the fox"
+    assert (await post(app, messages=USER)).json()["choices"][0]["logprobs"] is None
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+
+async def test_completions_whole_and_streamed(model: TextModel) -> None:
+    engine = ScriptedEngine([PrefillProgress(1, 1), *tokens(model.encode(" fox 你好"))])
+    app = app_of(engine, model)
+    whole = (await post(app, "/v1/completions", prompt="the", max_tokens=20)).json()
+    assert whole["object"] == "text_completion"
+    assert whole["choices"] == [{"index": 0, "text": " fox 你好", "logprobs": None, "finish_reason": "stop"}]
+    assert engine.requests[0].prompt_ids == model.encode("the")
+    response = await post(
+        app, "/v1/completions", prompt=["the"], max_tokens=20, stream=True, stream_options={"include_usage": True}
+    )
+    events = events_of(response)
+    assert events[0] == ": meshnet prefill 1/1"
+    assert content_of(events) == " fox 你好"
+    assert events[-3]["choices"][0]["finish_reason"] == "stop"
+    assert events[-3]["meshnet"]["session"] == "s-2"
+    assert events[-2]["usage"]["prompt_tokens"] == len(model.encode("the"))
+    assert events[-1] == "[DONE]"
+
+
+async def test_completions_take_token_ids_and_say_length_after_sixteen(model: TextModel) -> None:
+    engine = ScriptedEngine(tokens([40] * 30))
+    app = app_of(engine, model)
+    body = (await post(app, "/v1/completions", prompt=[5, 6, 7])).json()
+    assert engine.requests[0].prompt_ids == (5, 6, 7)
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 16,
+        "total_tokens": 19,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    for prompt in ([model.vocab_size], [-1]):
+        error = (await post(app, "/v1/completions", prompt=prompt)).json()["error"]
+        assert error["param"] == "prompt"
+        assert str(model.vocab_size - 1) in error["message"]
+    nothing: list[Any] = ["", [], [[]]]
+    for empty in nothing:
+        error = (await post(app, "/v1/completions", prompt=empty)).json()["error"]
+        assert error["param"] == "prompt"
+
+
+async def test_completions_logprobs_have_the_old_shape(model: TextModel) -> None:
+    said = with_logprobs(model, "the fox")
+    body = (await post(app_of(ScriptedEngine(said), model), "/v1/completions", prompt="a", logprobs=2)).json()
+    logprobs = body["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == "the fox"
+    assert logprobs["token_logprobs"] == [-0.5] * len(said)
+    assert logprobs["text_offset"][0] == 0
+    assert sorted(logprobs["text_offset"]) == logprobs["text_offset"]
+    assert all(len(top) <= 2 for top in logprobs["top_logprobs"])
