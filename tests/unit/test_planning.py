@@ -156,6 +156,10 @@ def test_a_gap_is_named_as_people_count_layers() -> None:
     )
 
 
+def test_a_shard_inside_another_one_opens_no_gap() -> None:
+    assert refusal(snapshot(node("a", "0-19", "5-9"))) == "layers 20-29 of m are served by no node"
+
+
 def test_who_holds_missing_layers_in_vain_is_named_with_the_reason() -> None:
     snap = snapshot(node("a", "0-14"), node("b", "15-29", draining=True), node("c", "20-29"))
     assert refusal(snap, excluded=frozenset({"c"})) == (
