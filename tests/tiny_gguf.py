@@ -54,7 +54,7 @@ def processed(arch: str, model_type: str, *, seed: int = 0, **settings: Any) -> 
     config = AutoConfig.for_model(
         model_type, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=2, **settings
     )
-    keys: dict[str, str | None] = GGUF_CONFIG_MAPPING[
+    keys: Any = GGUF_CONFIG_MAPPING[
         {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "minimax-m2": "minimax_m2"}.get(arch, arch)
     ]
     metadata = {f"{arch}.{key}": _setting(config, name) for key, name in keys.items() if name is not None}

@@ -39,7 +39,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 class Progress(Protocol):
     """Called as work goes on: what is being done, units done, units in all (bytes here)."""
 
-    def __call__(self, what: str, done: int, total: int) -> None: ...
+    def __call__(self, what: str, done: int, total: int, /) -> None: ...
 
 
 def default_cache_dir() -> Path:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from meshnet_core.errors import ModelNotFoundError, UnsupportedModelError
 from meshnet_node.atomic_file import renamed_when_done
@@ -68,7 +69,7 @@ class HubModel:
 
     def __init__(self, hub_id: str, cache_dir: Path) -> None:
         self.hub_id = hub_id
-        self._listing = _listed(hub_id, cache_dir / "hub" / f"{hub_id.replace('/', '--')}.json")
+        self._listing, self._reachable = _listed(hub_id, cache_dir / "hub" / f"{hub_id.replace('/', '--')}.json")
         self._folder = self._fetch(self._listing.texts)
         self.config: dict[str, Any] = json.loads((self._folder / "config.json").read_text("utf-8"))
         self.fingerprint = hub_fingerprint(self.config, self._listing.weights)
@@ -102,16 +103,16 @@ class HubModel:
     def _fetch(self, names: list[str]) -> Path:
         """The snapshot's folder, once it holds these files; asks the network only for what is not there."""
         where: dict[str, Any] = {"revision": self._listing.commit, "allow_patterns": names}
-        for local in (True, False):
-            try:
-                folder = Path(str(snapshot_download(self.hub_id, local_files_only=local, **where)))
-            except Exception as error:  # the hub client raises whatever its HTTP library does
-                if local:
-                    continue
-                raise ModelNotFoundError(f"cannot fetch {self.hub_id} from the hub: {error}") from error
+        with suppress(LocalEntryNotFoundError):
+            folder = Path(str(snapshot_download(self.hub_id, local_files_only=True, **where)))
             if all((folder / name).is_file() for name in names):
                 return folder
-        raise ModelNotFoundError(f"the hub's {self.hub_id} lacks one of {', '.join(names)}")
+        if not self._reachable:  # the client would try for half a minute more
+            raise ModelNotFoundError(f"{', '.join(names)} of {self.hub_id} is not here, and the hub cannot be reached")
+        try:
+            return Path(str(snapshot_download(self.hub_id, **where)))
+        except Exception as error:  # the hub client raises whatever its HTTP library does
+            raise ModelNotFoundError(f"cannot fetch {self.hub_id} from the hub: {error}") from error
 
 
 def _is_needed(name: str, layers: LayerRange, *, last: bool, tied: bool) -> bool:
@@ -132,8 +133,12 @@ def _is_needed(name: str, layers: LayerRange, *, last: bool, tied: bool) -> bool
     return last if _HEAD.search(name) else True
 
 
-def _listed(hub_id: str, saved: Path) -> _Listing:
-    """What the hub says of the repository's newest revision; with no hub to ask, what it said last time."""
+def _listed(hub_id: str, saved: Path) -> tuple[_Listing, bool]:
+    """What the hub says of the repository's newest revision; with no hub to ask, what it said last time.
+
+    Returns:
+        The listing, and whether the hub answered.
+    """
     try:
         info = HfApi().model_info(hub_id, files_metadata=True, timeout=_TIMEOUT_S)
     except GatedRepoError as error:
@@ -146,7 +151,7 @@ def _listed(hub_id: str, saved: Path) -> _Listing:
         ) from error
     except Exception as error:  # no network: whatever the hub client's HTTP library raises
         if saved.is_file():
-            return _Listing(**json.loads(saved.read_text("utf-8")))
+            return _Listing(**json.loads(saved.read_text("utf-8"))), False
         raise ModelNotFoundError(
             f"no such folder here, and the hub cannot be reached for {hub_id} ({error}); give a folder or a .gguf file"
         ) from error
@@ -154,7 +159,7 @@ def _listed(hub_id: str, saved: Path) -> _Listing:
     saved.parent.mkdir(parents=True, exist_ok=True)
     with renamed_when_done(saved) as path:
         path.write_text(json.dumps(asdict(listing), indent=2, sort_keys=True) + "\n", "utf-8")
-    return listing
+    return listing, True
 
 
 def _read_listing(hub_id: str, info: ModelInfo) -> _Listing:

@@ -25,6 +25,9 @@ SMOLLM2 = "smollm2"
 _SMOLLM2_NAME = "SmolLM2-135M-Instruct"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NO_MODEL = (
+    "{!r} is no model: give a Hugging Face folder, a .gguf file, a hub id such as org/name, or the word " + SMOLLM2
+)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -97,6 +100,8 @@ def open_model(model: str, *, cache_dir: Path | None = None) -> ModelFiles:
         InvalidInputError: a broken file, or not something that names a model.
     """
     cache = cache_dir if cache_dir is not None else default_cache_dir()
+    if not model:
+        raise ModelNotFoundError(_NO_MODEL.format(model))
     if model == SMOLLM2:
         return _open_gguf(_find_smollm2(), cache, name=_SMOLLM2_NAME)
     path = Path(model).expanduser()
@@ -113,9 +118,7 @@ def open_model(model: str, *, cache_dir: Path | None = None) -> ModelFiles:
 
         hub = HubModel(model, cache)
         return _model_files(model, hub.fingerprint, hub.config, hub)
-    raise ModelNotFoundError(
-        f"{model!r} is no model: give a Hugging Face folder, a .gguf file, a hub id such as org/name, or {SMOLLM2}"
-    )
+    raise ModelNotFoundError(_NO_MODEL.format(model))
 
 
 def _looks_like_path(model: str) -> bool:
@@ -217,8 +220,8 @@ def _model_files(name: str, fingerprint: str, config: dict[str, Any], source: Mo
         # the config's class knows the defaults that config.json leaves out; never any code that the folder brings
         settings = {key: value for key, value in config.items() if key not in {"model_type", "auto_map"}}
         text = AutoConfig.for_model(kind, **settings).get_text_config(decoder=True)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UnsupportedModelError(f"transformers does not know the model type {kind} of {name}: {error}") from error
+    except Exception as error:  # a config class raises what it likes over a setting
+        raise UnsupportedModelError(f"transformers cannot use the config of {name}, type {kind}: {error}") from error
     positions = getattr(text, "max_position_embeddings", None)
     return ModelFiles(
         name=name,
