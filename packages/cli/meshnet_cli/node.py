@@ -66,6 +66,7 @@ def node(
     from meshnet_cli.node_process import serve
 
     asyncio.run(serve(place, shard))
+    serving.leave_at_once()
 
 
 def _default_name(port: int) -> str:

@@ -8,9 +8,10 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
 from meshnet_cli.complaint import CommandFailedError
@@ -178,3 +179,14 @@ def stop_event() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     return stopped
+
+
+def leave_at_once() -> NoReturn:
+    """End this process, which has closed all that is to be closed, with exit code 0.
+
+    Taking a Python apart that has torch and transformers loaded takes seconds in the garbage collector, to no end.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
