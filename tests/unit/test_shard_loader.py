@@ -352,9 +352,11 @@ def test_peak_memory_and_bytes_read_follow_the_range(family: str, root: Path, tm
         )
         assert abs(figures["weights"] - expected) < 0.01 * expected
         assert figures["read"] < 1.01 * expected + 2e6
-        assert figures["held"] < expected + slack
-        # One layer is converted at a time; fused experts take their parts, the stacks and the result for a moment.
-        assert figures["peak"] < expected + 3 * layer + slack
+        # One layer is converted at a time: fused experts take their parts, the stacks and the result for a moment, and
+        # what that leaves behind in the allocator is less than a layer.
+        fused = layer if family == "qwen3_moe" else 0
+        assert figures["held"] < expected + fused + slack
+        assert figures["peak"] < expected + 2 * fused + slack
 
 
 def _edit_config(folder: Path, **changes: Any) -> None:

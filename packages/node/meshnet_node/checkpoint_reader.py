@@ -7,6 +7,7 @@ memory, so what is not asked for is neither read nor mapped. Knows nothing of mo
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from collections import Counter
@@ -35,6 +36,9 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
+_MAP_FROM = 1 << 16  # below this, rounding up to whole pages costs more than it saves
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor on disk: ``nbytes`` bytes at ``offset`` of ``path``."""
@@ -52,7 +56,7 @@ class StoredTensor:
         Raises:
             InvalidInputError: if the file ends before the tensor does.
         """
-        raw = torch.empty(self.nbytes, dtype=torch.uint8)
+        raw = _own_pages(self.nbytes)
         view = raw.numpy().data
         with self.path.open("rb", buffering=0) as file:
             done = 0
@@ -63,6 +67,17 @@ class StoredTensor:
                     raise InvalidInputError(f"{self.path} ends within tensor {self.name}; fetch the file again")
                 done += count
         return raw.view(self.dtype).reshape(self.shape)
+
+
+def _own_pages(nbytes: int) -> torch.Tensor:
+    """A uint8 tensor of ``nbytes`` whose memory goes back to the system the moment it is freed.
+
+    Experts are read one by one, fused and dropped, from several threads. The C allocator would keep what they leave
+    behind, up to a layer for each thread; pages mapped for one tensor leave nothing.
+    """
+    if nbytes < _MAP_FROM:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 class LazyTensor:
