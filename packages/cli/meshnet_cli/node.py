@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshnet_cli import lifeline, options, serving
+from meshnet_cli.progress import ProgressReporter, progress_reporter
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
 from meshnet_core.layer_range import LayerRange
@@ -18,6 +21,26 @@ if TYPE_CHECKING:
     from meshnet_node.shard_pool import LoadedShard
 
 UNBOUNDED_POSITIONS = 2**20  # for models that know no limit, such as recurrent ones: a session needs one
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and as what a node is known.
+
+    Attributes:
+        node_id: its name in the mesh, the same over restarts on one port.
+        host, sock: what it listens on.
+        url: where others dial it.
+        tracker: address of the tracker.
+        api: listens for the API's clients, where a gateway is mounted in this process.
+    """
+
+    node_id: str
+    host: str
+    sock: socket.socket
+    url: str
+    tracker: str
+    api: socket.socket | None
 
 
 def node(
@@ -52,8 +75,6 @@ def node(
     asyncio.run(_ask_tracker(tracker))  # before the model is loaded for a minute
     sock = serving.listen_from(host, options.FIRST_NODE_PORT) if port is None else serving.listen(host, port)
     got = serving.port_of(sock)
-    from meshnet_cli.node_process import Place
-
     place = Place(
         node_id=check_id(name, "--name") if name else _default_name(got),
         host=host,
@@ -62,9 +83,14 @@ def node(
         tracker=tracker,
         api=serving.listen(host, api_port, option="--api-port") if api else None,
     )
-    shard = _load(model, wanted, dtype.value, device, threads)
+    with progress_reporter() as report:
+        report("", "starting torch", 0, 1)
+        _start_torch(threads)
+        shard = _load(model, wanted, dtype.value, device, report)
     from meshnet_cli.node_process import serve
 
+    gc.collect()
+    gc.freeze()
     asyncio.run(serve(place, shard))
     serving.leave_at_once()
 
@@ -84,38 +110,50 @@ async def _ask_tracker(url: str) -> None:
         await client.close()
 
 
-def _load(model: str, layers: LayerRange, dtype: str, device: str, threads: int | None) -> LoadedShard:
-    """Resolve MODEL, convert what must be, and load the layers, showing progress."""
-    from meshnet_cli.progress import progress_reporter
+def _start_torch(threads: int | None) -> None:
+    """Import all that a node needs, with ``threads`` threads for torch.
 
-    with progress_reporter() as report:
-        report("", "starting torch", 0, 1)
-        if threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # read once, when torch is imported
-        import torch
+    Hundreds of thousands of objects come with torch and transformers, and stay. Collecting garbage while they are made
+    takes a second of each start, and looking through them in every full collection afterwards a pause in somebody's
+    answer; so they are made without it, and then frozen.
+    """
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # read once, when torch is imported
+    gc.disable()
+    import torch
 
-        from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
-        from meshnet_node.model_files import open_model
-        from meshnet_node.shard_loader import load_shard
-        from meshnet_node.shard_pool import LoadedShard
+    import meshnet_node.shard_loader  # noqa: F401
 
-        if threads is not None:
-            torch.set_num_threads(threads)
-        # What a GGUF is de-quantised to: as for a checkpoint in 16 bits. Safetensors stay as they are.
-        prepared = dtype_name(choose_dtype(dtype, choose_device(device), torch.bfloat16))
-        files = open_model(model)
-        folder = files.prepare(layers, dtype=prepared, progress=lambda what, done, total: report("", what, done, total))
-        backend = load_shard(
-            folder,
-            layers,
-            dtype=dtype,
-            device=device,
-            progress=lambda done, total: report("", f"loading layers {layers} of {files.name}", done, total),
-        )
-        return LoadedShard(
-            backend=backend,
-            model=files.name,
-            fingerprint=files.fingerprint,
-            max_positions=files.max_positions or backend.max_positions or UNBOUNDED_POSITIONS,
-            text_files=files.text_files(),
-        )
+    gc.freeze()
+    gc.enable()
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _load(model: str, layers: LayerRange, dtype: str, device: str, report: ProgressReporter) -> LoadedShard:
+    """Resolve MODEL, convert what must be, and load the layers."""
+    import torch
+
+    from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
+    from meshnet_node.model_files import open_model
+    from meshnet_node.shard_loader import load_shard
+    from meshnet_node.shard_pool import LoadedShard
+
+    # What a GGUF is de-quantised to: as for a checkpoint in 16 bits. Safetensors stay as they are.
+    prepared = dtype_name(choose_dtype(dtype, choose_device(device), torch.bfloat16))
+    files = open_model(model)
+    folder = files.prepare(layers, dtype=prepared, progress=lambda what, done, total: report("", what, done, total))
+    backend = load_shard(
+        folder,
+        layers,
+        dtype=dtype,
+        device=device,
+        progress=lambda done, total: report("", f"loading layers {layers} of {files.name}", done, total),
+    )
+    return LoadedShard(
+        backend=backend,
+        model=files.name,
+        fingerprint=files.fingerprint,
+        max_positions=files.max_positions or backend.max_positions or UNBOUNDED_POSITIONS,
+        text_files=files.text_files(),
+    )

@@ -6,9 +6,7 @@ The composition alone; what each part does is in the node's own package. Importi
 from __future__ import annotations
 
 import asyncio
-import socket
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -16,6 +14,7 @@ import torch
 import transformers
 
 from meshnet_cli import gateway, serving
+from meshnet_cli.node import Place
 from meshnet_core import __version__
 from meshnet_core.clock import SystemClock
 from meshnet_core.http_transport import HttpTransport
@@ -34,26 +33,6 @@ from meshnet_node.shard_pool import LoadedShard, ShardPool
 SESSION_SHARE = 0.25  # of the memory that is free once the layers are loaded; several nodes may share a machine
 MAX_BODY = 64 * 2**20  # bytes: a whole sequence of the stateless path, 4096 positions of 4096 float32
 SWEEP_S = 5.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where and as what a node is known.
-
-    Attributes:
-        node_id: its name in the mesh, the same over restarts on one port.
-        host, sock: what it listens on.
-        url: where others dial it.
-        tracker: address of the tracker.
-        api: listens for the API's clients, where a gateway is mounted in this process.
-    """
-
-    node_id: str
-    host: str
-    sock: socket.socket
-    url: str
-    tracker: str
-    api: socket.socket | None
 
 
 async def serve(place: Place, shard: LoadedShard) -> None:
