@@ -48,6 +48,19 @@ def one_file_folder(parts: Path) -> Path:
     return _made_once(f"whole-{parts.parent.name}-{parts.name}", join)
 
 
+def gguf_file(folder: Path) -> Path:
+    """A random-weight qwen2 folder as one GGUF file, see `random_gguf`."""
+    from benchmarks.random_gguf import write_qwen2_gguf  # noqa: PLC0415  needs gguf, which else only a node does
+
+    name = f"gguf-{folder.name}"
+
+    def write(made: Path) -> None:
+        made.mkdir(parents=True)
+        write_qwen2_gguf(folder, made / f"{folder.name}.gguf")
+
+    return _made_once(name, write) / f"{folder.name}.gguf"
+
+
 def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     folder = default_cache_dir() / "benchmarks" / name
     if not folder.is_dir():
