@@ -125,7 +125,7 @@ class TrackerClient:
         if status == 200:
             return reply
         body = reply.get("error")
-        if not isinstance(body, dict) or "code" not in body:
+        if not isinstance(body, dict) or not isinstance(body.get("code"), str):  # a gateway's look alike
             raise self._no_tracker(f"status {status}, {text[:80]!r}")
         raise error_from_wire(reply, fallback=text)
 
