@@ -3,7 +3,7 @@
 #   make demo PROMPT="..."   a real model, cut in two, answers
 #   make test                what every change must pass (lint, types, import floors, quick tests)
 #   make test-all            the long parity and failure suites
-#   make bench               side by side with transformers' generate()
+#   make bench [ARGS=...]    side by side with transformers' generate()
 #   make gpu-check           parity and flat speed on a CUDA device
 #   make lint                the first part of `make test` alone
 #   make clean               removes .venv and all that was made here
@@ -70,12 +70,12 @@ test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -m long
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/bench.py
+	$(BIN)/python -m benchmarks.bench $(ARGS)
 
 # Made for a machine that reaches no registry: it runs with the Python that has torch there, without a venv.
 gpu-check:
 	PYTHONPATH=packages/core:packages/tracker:packages/node:packages/gateway:packages/cli \
-	  $(or $(PYTHON),$(wildcard $(BIN)/python),python3) benchmarks/gpu_check.py
+	  $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu_check $(ARGS)
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
