@@ -14,10 +14,13 @@ from aiohttp import web
 
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.errors import HopUnreachableError, ModelNotFoundError
+from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import NodeInfo
 from meshnet_gateway import text_store
+from meshnet_gateway.text_model import TextModel
 from meshnet_gateway.text_store import TextStore, read_text_files
-from scripted_engine import summary
+from meshnet_gateway.warm_up import keep_warm
+from scripted_engine import FixedMesh, FixedTexts, summary
 from tiny_tokenizers import byte_level_files
 from web_on_socket import serving
 
@@ -147,3 +150,25 @@ def test_garbage_is_refused(body: bytes) -> None:
 def test_a_file_that_is_none_of_a_tokenizers_is_refused(name: str) -> None:
     with pytest.raises(HopUnreachableError, match="none of the files of a tokenizer"):
         read_text_files(encoded({**byte_level_files(), name: b"{}"}))
+
+
+async def test_models_are_read_before_anyone_asks_for_them() -> None:
+    mesh = FixedMesh([summary("tiny"), summary("part", missing=[LayerRange(2, 4)]), summary("broken")])
+    asked: list[str] = []
+    seen = asyncio.Event()
+
+    class Texts(FixedTexts):
+        async def get(self, name: str) -> TextModel:
+            asked.append(name)
+            if name == "whole later":
+                seen.set()
+            return await super().get(name)
+
+    task = asyncio.create_task(keep_warm(mesh, Texts({}), every_s=0.001))
+    async with asyncio.timeout(5):
+        while len(asked) < 2:  # noqa: ASYNC110 - a loop that runs for good has no event to wait for
+            await asyncio.sleep(0.001)
+        mesh.served.append(summary("whole later"))
+        await seen.wait()
+    task.cancel()
+    assert asked == ["broken", "tiny", "whole later"]

@@ -148,6 +148,11 @@ class TextModel:
         return self._bytes.of(token)
 
 
+def preload() -> None:
+    """Import what reads tokenizers, which takes seconds; a gateway does it before its first model comes."""
+    _auto_tokenizer()
+
+
 def _load(name: str, folder: str) -> Any:
     """The tokenizer of a folder; Any, because transformers gives no type that mypy could follow."""
     try:
@@ -164,7 +169,7 @@ def _load(name: str, folder: str) -> Any:
 
 @lru_cache(maxsize=1)
 def _auto_tokenizer() -> Any:
-    """`AutoTokenizer`, imported when the first model comes: transformers takes a second, or two where torch is."""
+    """`AutoTokenizer`, imported late: transformers takes one second, or several where torch is installed too."""
     logger = logging.getLogger("transformers")
     logger.addFilter(_not_about_torch)
     from transformers import AutoTokenizer  # noqa: PLC0415

@@ -45,6 +45,32 @@ class Job:
     shape: AnswerShape
 
 
+def make_job(
+    endpoint: str, fields: GenerationFields, model: TextModel, prompt: tuple[int, ...], shape: AnswerShape, param: str
+) -> Job:
+    """A job for a prompt in token ids; ``param`` names the field that it comes from.
+
+    Raises:
+        RequestRefusedError: the prompt is empty, holds ids that the model lacks, or leaves no room for an answer.
+    """
+    if not prompt:
+        raise RequestRefusedError(f"{param} makes no token; say something", param=param)
+    if strays := [token for token in prompt if not 0 <= token < model.vocab_size]:
+        raise RequestRefusedError(
+            f"{param} holds token id {strays[0]}; those of {model.name} are from 0 to {model.vocab_size - 1}",
+            param=param,
+        )
+    request = GenerationRequest(
+        model=fields.model,
+        prompt_ids=prompt,
+        max_tokens=token_limit(fields, model, len(prompt), param),
+        sampling=fields.sampling(),
+        stop_ids=model.stop_ids,
+        cache=fields.meshnet.cache == "on",
+    )
+    return Job(endpoint, fields, model, request, shape)
+
+
 def token_limit(fields: GenerationFields, model: TextModel, prompt_length: int, param: str) -> int:
     """How many tokens the answer may have: what was asked for, or what the model's positions leave.
 
@@ -74,8 +100,8 @@ def outcome_of(error: MeshnetError) -> str:
     return "refused" if http_status(error) < 500 else "failed"
 
 
-class Generations:
-    """Runs jobs on an engine."""
+class Jobs:
+    """Runs them on an engine, counts and logs them."""
 
     def __init__(self, engine: Engine, figures: GatewayFigures, releases: Releases) -> None:
         self._engine = engine
@@ -158,7 +184,7 @@ class Generations:
             self._figures.tokens.labels("prompt").inc(len(job.request.prompt_ids))
             self._figures.tokens.labels("completion").inc(made)
             logger.info(
-                "%s %s model=%s prompt=%d completion=%d outcome=%s user=%s",
+                "%s %s model=%s prompt=%d completion=%d outcome=%s user=%r",
                 job.endpoint, job.shape.id, job.model.name, len(job.request.prompt_ids), made, outcome, job.fields.user,
             )  # fmt: skip
 
