@@ -6,8 +6,6 @@ import importlib.util
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,60 +174,55 @@ def test_a_folder_without_all_its_files_is_refused(tmp_path: Path) -> None:
 
 # --- the hub
 
-_CHILD = """
-import json, sys
-from pathlib import Path
-from meshnet_core.errors import MeshnetError
-from meshnet_core.layer_range import LayerRange
-from meshnet_node.model_files import open_model
-results = []
-for step in json.loads(sys.argv[2]):
-    try:
-        model = open_model(step["id"], cache_dir=Path(sys.argv[1]))
-        folder = model.prepare(LayerRange(*step["layers"]), dtype="float32")
-        results.append([model.name, model.fingerprint, sorted(p.name for p in folder.glob("*.safetensors"))])
-    except MeshnetError as error:
-        results.append([type(error).__name__, error.message])
-print(json.dumps(results))
-"""
+
+def _use(hub: fake_hub.FakeHub, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """The hub client reads HF_ENDPOINT and HF_HOME when imported, so its constants are set instead."""
+    where = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", where)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place / "hub-cache"))
 
 
-def _in_child(url: str, place: Path, *steps: tuple[str, list[int]]) -> list[Any]:
-    """Open and prepare in a process of its own: the hub client reads its environment when imported."""
-    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(place / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    asked = json.dumps([{"id": name, "layers": layers} for name, layers in steps])
-    child = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(place / "cache"), asked],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    results: list[Any] = json.loads(child.stdout.splitlines()[-1])
-    return results
+def _fetch(name: str, layers: LayerRange, cache: Path) -> list[str]:
+    folder = open_model(name, cache_dir=cache).prepare(layers, dtype="float32")
+    return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
-def test_a_hub_model_fetches_only_the_files_of_its_layers(tmp_path: Path) -> None:
+def test_a_hub_model_fetches_only_the_files_of_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("llama", tmp_path / "m", max_shard_size="20KB")
     (folder / "pytorch_model.bin").write_bytes(b"never fetched")
     weights = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     own = {file for name, file in weights.items() if ".layers.1." in name}
+    cache, one = tmp_path / "cache", LayerRange(1, 2)
     with fake_hub.serve(folder) as hub:
-        steps = ((fake_hub.HUB_ID, [1, 2]), ("org/nothing", [0, 1]))
-        fetched, missing = _in_child(hub.url, tmp_path, *steps)
-        name, fingerprint, files = fetched
-        assert name == fake_hub.HUB_ID
-        assert set(files) == own
+        _use(hub, monkeypatch, tmp_path)
+        model = open_model(fake_hub.HUB_ID, cache_dir=cache)
+        assert (model.name, model.num_layers) == (fake_hub.HUB_ID, 4)
+        assert set(model.text_files()) == {"config.json", "generation_config.json"}
+        assert set(_fetch(fake_hub.HUB_ID, one, cache)) == own
         assert {file for file in hub.fetched if file.endswith((".safetensors", ".bin"))} == own
-        assert missing[0] == "ModelNotFoundError"
-        assert "no public model on the hub: org/nothing" in missing[1]
+        with pytest.raises(ModelNotFoundError, match="no public model on the hub: org/nothing"):
+            open_model("org/nothing", cache_dir=cache)
     # the server is gone: what is here still works, what is not says so
-    offline = _in_child(hub.url, tmp_path, (fake_hub.HUB_ID, [1, 2]), (fake_hub.HUB_ID, [0, 4]), ("org/other", [0, 1]))
-    assert offline[0] == [name, fingerprint, files]
-    assert offline[1][0] == offline[2][0] == "ModelNotFoundError"
-    assert "of org/tiny is not here, and the hub cannot be reached" in offline[1][1]
-    assert "hub cannot be reached for org/other" in offline[2][1]
+    assert open_model(fake_hub.HUB_ID, cache_dir=cache).fingerprint == model.fingerprint
+    assert set(_fetch(fake_hub.HUB_ID, one, cache)) == own
+    with pytest.raises(ModelNotFoundError, match="of org/tiny is not here, and the hub cannot be reached"):
+        _fetch(fake_hub.HUB_ID, LayerRange(0, 4), cache)
+    with pytest.raises(ModelNotFoundError, match="hub cannot be reached for org/other"):
+        open_model("org/other", cache_dir=cache)
+
+
+@pytest.mark.parametrize(("extra", "hint"), [("x.gguf", "download one of its .gguf files"), ("pytorch_model.bin", "")])
+def test_a_hub_model_without_safetensors_is_refused(
+    extra: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / extra).write_bytes(b"x")
+    with fake_hub.serve(folder) as hub:
+        _use(hub, monkeypatch, tmp_path)
+        with pytest.raises(UnsupportedModelError, match=rf"no config\.json with \.safetensors beside it.*{hint}"):
+            open_model(fake_hub.HUB_ID, cache_dir=tmp_path / "cache")
 
 
 def test_a_path_wins_over_a_hub_id(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

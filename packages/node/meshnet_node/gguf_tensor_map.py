@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS, ConcatenateRows
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
@@ -125,12 +125,29 @@ def _check_complete(arch: str, expected: dict[str, tuple[int, ...]], plans: list
         raise UnsupportedModelError(f"this GGUF of {arch} has {extra[0]}, which transformers' model has no place for")
 
 
+class _Names:
+    """What transformers' name map asks of a model, without the modules inside its layers.
+
+    The map is built anew for every submodule, though only the base model's names can add to it (for files made of a
+    base model alone), which takes seconds for 30 layers and grows with their square.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.config = model.config
+        self.state_dict = model.state_dict
+
+    def named_children(self) -> list[tuple[str, _Names]]:
+        prefix = getattr(self._model, "base_model_prefix", "")
+        return [(prefix, _Names(base))] if isinstance(base := self._model._modules.get(prefix), PreTrainedModel) else []
+
+
 def _processed_plans(header: GgufHeader, config: PretrainedConfig, model: torch.nn.Module) -> list[TensorPlan]:
     """Plans by the name map and the tensor processors."""
     make_processor: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
     processor = make_processor(config=config.to_dict())
     try:
-        names = get_gguf_hf_weights_map(model, processor)
+        names = get_gguf_hf_weights_map(_Names(model), processor)
     except NotImplementedError as error:
         raise UnsupportedModelError(f"a GGUF of {header.architecture} cannot be read: {error}") from error
     plans: list[TensorPlan] = []
