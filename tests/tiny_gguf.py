@@ -127,7 +127,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
 def qwen35(*, moe: bool = False, seed: int = 0) -> TinyGguf:
     """A Qwen3.5 file, dense or mixture of experts: three linear-attention layers, a full one, and a drafting block."""
     arch = "qwen35moe" if moe else "qwen35"
-    hidden, heads, kv_heads, head_dim, wide = 32, 4, 2, 16, 64
+    hidden, heads, kv_heads, head_dim, wide = 32, 4, 2, 32, 64
     key_heads, value_heads, key_dim, value_dim = 2, 4, 8, 8
     metadata: dict[str, Any] = {
         "context_length": 512,
@@ -145,8 +145,8 @@ def qwen35(*, moe: bool = False, seed: int = 0) -> TinyGguf:
         "block_count": 5,
         "nextn_predict_layers": 1,
         "rope.freq_base": 10000.0,
-        "rope.dimension_sections": [1, 1, 0, 0],
-        "rope.dimension_count": 4,
+        "rope.dimension_sections": [2, 1, 1, 0],
+        "rope.dimension_count": 8,
     }
     metadata |= (
         {

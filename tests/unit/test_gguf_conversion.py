@@ -29,6 +29,7 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node.gguf_conversion import GgufConversion, default_cache_dir
 from meshnet_node.gguf_header import read_gguf_header
 from meshnet_node.model_files import open_model
+from meshnet_node.shard_loader import load_shard
 from meshnet_node.tensor_index import index_folder
 from tiny_gguf import F32, Q8, TinyGguf
 
@@ -168,6 +169,7 @@ import torch, gguf, transformers
 from pathlib import Path
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.model_files import open_model
+from meshnet_node.shard_loader import load_shard
 import meshnet_node.gguf_tensor_map
 torch.set_num_threads(1)
 model = open_model("smollm2", cache_dir=Path(sys.argv[1]))
@@ -212,11 +214,16 @@ def test_a_tiny_model_equals_transformers_own_reading_bit_for_bit(family: str, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_layer_comes_alone(family: str, tmp_path: Path) -> None:
+def test_each_layer_comes_alone_and_loads_as_a_shard(family: str, tmp_path: Path) -> None:
     path = FAMILIES[family]().write(tmp_path / "tiny.gguf")
-    folder = convert(path, tmp_path / "cache", LayerRange(1, 2))
+    model = open_model(str(path), cache_dir=tmp_path / "cache")
+    folder = model.prepare(LayerRange(1, 2), dtype="float32")
     assert [file.name for file in folder.glob("*.safetensors")] == ["layer-00001.safetensors"]
     assert all(".layers.1." in name for name in index_folder(folder))
+    whole = LayerRange(0, model.num_layers)
+    for layers in (LayerRange(1, 2), whole.starting_at(model.num_layers - 1), LayerRange(0, 1)):
+        shard = load_shard(model.prepare(layers, dtype="float32"), layers, dtype="float32", device="cpu")
+        assert shard.layers == layers
 
 
 def _permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -429,7 +436,7 @@ def test_a_header_equals_what_the_gguf_package_reads(tmp_path: Path) -> None:
         assert (own.start, own.nbytes, own.ggml_type) == (theirs.data_offset, theirs.n_bytes, theirs.tensor_type)
         assert list(reversed(own.shape)) == theirs.shape.tolist()
     assert header.metadata["tokenizer.ggml.tokens"] == tiny_gguf.VOCAB
-    assert header.metadata["qwen35moe.rope.dimension_sections"] == [1, 1, 0, 0]
+    assert header.metadata["qwen35moe.rope.dimension_sections"] == [2, 1, 1, 0]
     assert math.isclose(header.metadata["qwen35moe.attention.layer_norm_rms_epsilon"], 1e-6, rel_tol=1e-6)
 
 
@@ -479,6 +486,7 @@ import sys
 from pathlib import Path
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.model_files import open_model
+from meshnet_node.shard_loader import load_shard
 model = open_model(sys.argv[1], cache_dir=Path(sys.argv[2]))
 print(model.fingerprint, model.prepare(LayerRange(0, 3), dtype="bfloat16"))
 """
