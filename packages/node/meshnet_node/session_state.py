@@ -7,12 +7,15 @@ all. Knows nothing of limits, lifetimes or sessions' names; those are the cache 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from transformers import DynamicCache
 
 from meshnet_core.layer_range import LayerRange
+
+_PLAIN = (int, str, float, bytes, type, torch.device, torch.dtype)
+_DEPTH = 8
 
 
 class SessionState:
@@ -63,21 +66,30 @@ class SessionState:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor the cache object holds, in a stable order."""
-        yield from walk_tensors(self.cache)
+        return iter(walk_tensors(self.cache))
 
 
-def walk_tensors(holder: object, _depth: int = 0) -> Iterator[torch.Tensor]:
+def walk_tensors(holder: object) -> list[torch.Tensor]:
     """Every tensor in an object's attributes, lists, tuples and dicts, at any nesting up to eight deep."""
-    if isinstance(holder, torch.Tensor):
-        yield holder
+    found: list[torch.Tensor] = []
+    _collect(holder, found, 0)
+    return found
+
+
+def _collect(holder: object, found: list[torch.Tensor], depth: int) -> None:
+    """Runs once for each step and layer: the plain values that most attributes are come first."""
+    if holder is None or isinstance(holder, _PLAIN):
         return
-    if _depth > 8 or isinstance(holder, (str, bytes, int, float, type, torch.device, torch.dtype)) or holder is None:
+    if isinstance(holder, torch.Tensor):
+        found.append(holder)
+        return
+    if depth > _DEPTH:
         return
     if isinstance(holder, dict):
-        children = list(holder.values())
+        children: Iterable[object] = holder.values()
     elif isinstance(holder, (list, tuple)):
-        children = list(holder)
+        children = holder
     else:
-        children = list(vars(holder).values()) if hasattr(holder, "__dict__") else []
+        children = getattr(holder, "__dict__", {}).values()
     for child in children:
-        yield from walk_tensors(child, _depth + 1)
+        _collect(child, found, depth + 1)
