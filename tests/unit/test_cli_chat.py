@@ -18,6 +18,18 @@ def test_one_question_gets_its_answer_and_the_speed() -> None:
     assert "2 tokens, 12.5 tokens/s, first after 0.25 s" in result.stderr
     assert gateway.requests[0]["messages"] == [{"role": "user", "content": "hi"}]
     assert gateway.requests[0]["model"] == "tiny"
+    assert gateway.requests[0]["temperature"] == 0.6
+
+
+def test_the_model_and_the_temperature_can_be_chosen() -> None:
+    with serving(ScriptedGateway([["ok"]], models=["tiny", "other"])) as gateway:
+        result = run("chat", "--url", gateway.url, "-m", "hi", "--model", "other", "--temperature", "0")
+        wrong = run("chat", "--url", gateway.url, "-m", "hi", "--model", "third")
+    assert result.returncode == 0
+    assert gateway.requests[0]["model"] == "other"
+    assert gateway.requests[0]["temperature"] == 0
+    assert wrong.returncode == 2
+    assert "serves no model 'third'; it serves tiny, other" in wrong.stderr
 
 
 def test_turns_build_on_each_other_until_the_end_of_input() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -75,3 +77,15 @@ def test_a_usage_error_is_two_lines_that_point_at_the_help(
 def test_success_is_0_and_an_interrupt_130() -> None:
     assert complaint.run(command(None), []) == 0
     assert complaint.run(command(KeyboardInterrupt()), []) == 130
+
+
+def test_a_reader_that_has_seen_enough_is_no_bug() -> None:
+    code = "import sys; from meshnet_cli.main import main; main(['--help'])"
+    result = subprocess.run(
+        ["/bin/sh", "-c", f'"$0" -c "{code}" | true; exit 0', sys.executable],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "unexpected" not in result.stderr
+    assert "Traceback" not in result.stderr

@@ -100,7 +100,7 @@ def test_bare_meshnet_shows_the_help() -> None:
         ("node", "--layers --tracker --host --port --advertise --name --api --api-port --dtype --device --threads"),
         ("gateway", "--tracker --host --port"),
         ("up", "--nodes --splits --port --dtype --device --threads"),
-        ("chat", "--url --message -m"),
+        ("chat", "--url --message -m --model --temperature"),
     ],
 )
 def test_every_option_is_in_the_help(

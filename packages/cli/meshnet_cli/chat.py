@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshnet_cli import options
-from meshnet_core.errors import MeshnetError
+from meshnet_core.errors import MeshnetError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from meshnet_cli.chat_stream import Ended, Gateway
 
 Message = dict[str, str]
+
+# The API's own default is 1, as OpenAI's is, which makes small models ramble; their makers advise 0.2 to 0.7.
+TEMPERATURE, TOP_P = 0.6, 0.9
+
+
+@dataclass(frozen=True)
+class Partner:
+    """Whom a conversation is with."""
+
+    gateway: Gateway
+    model: str
+    temperature: float
 
 
 def chat(
@@ -22,20 +36,26 @@ def chat(
     message: Annotated[
         str | None, typer.Option("--message", "-m", metavar="TEXT", help="Say this, show the answer and leave.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Which model.", show_default="the first served")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, max=2, help="0 always says the likeliest.")
+    ] = TEMPERATURE,
 ) -> None:
     """Chat with the model that a mesh serves."""
     from meshnet_cli.chat_stream import Gateway
 
     gateway = Gateway(url)
-    model = asyncio.run(_model_of(gateway))
+    partner = Partner(gateway, asyncio.run(_model_of(gateway, model)), temperature)
     if message is not None:
-        asyncio.run(_answer(gateway, model, [{"role": "user", "content": message}], []))
+        asyncio.run(_answer(partner, [{"role": "user", "content": message}], []))
         return
-    _converse(gateway, model)
+    _converse(partner)
 
 
-async def _model_of(gateway: Gateway) -> str:
-    """The model to talk to: the first that is served."""
+async def _model_of(gateway: Gateway, wanted: str | None) -> str:
+    """The model to talk to."""
     from meshnet_cli.complaint import CommandFailedError
 
     async with gateway:
@@ -44,13 +64,17 @@ async def _model_of(gateway: Gateway) -> str:
         raise CommandFailedError(
             f"the mesh at {gateway.url} serves no complete model yet; its status is at {gateway.url}/meshnet/status"
         )
-    return models[0]
+    if wanted is not None and wanted not in models:
+        raise ModelNotFoundError(f"the mesh serves no model {wanted!r}; it serves {', '.join(models)}")
+    return wanted or models[0]
 
 
-def _converse(gateway: Gateway, model: str) -> None:
+def _converse(partner: Partner) -> None:
     """Turns until the end of input. An answer that was stopped stays in the conversation as far as it came."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` its line editing
     say = sys.stderr.write
-    say(f"Talking to {model}. Ctrl-C stops an answer; Ctrl-D or /exit leaves.\n")
+    say(f"Talking to {partner.model}. Ctrl-C stops an answer; Ctrl-D or /exit leaves.\n")
     history: list[Message] = []
     while True:
         try:
@@ -68,7 +92,7 @@ def _converse(gateway: Gateway, model: str) -> None:
         turn = [*history, {"role": "user", "content": text}]
         pieces: list[str] = []
         try:
-            asyncio.run(_answer(gateway, model, turn, pieces))
+            asyncio.run(_answer(partner, turn, pieces))
         except KeyboardInterrupt:
             say("\n[stopped]\n")
         except MeshnetError as error:
@@ -77,13 +101,14 @@ def _converse(gateway: Gateway, model: str) -> None:
         history = [*turn, {"role": "assistant", "content": "".join(pieces)}]
 
 
-async def _answer(gateway: Gateway, model: str, messages: list[Message], pieces: list[str]) -> None:
+async def _answer(partner: Partner, messages: list[Message], pieces: list[str]) -> None:
     """Show an answer as it comes; ``pieces`` gets what has come, also if it is stopped."""
     from meshnet_cli.chat_stream import Ended, Prefill, Text
 
     shown = _PrefillLine()
-    async with gateway:
-        async for event in gateway.chat(model, messages):
+    sampling = {"temperature": partner.temperature, "top_p": TOP_P}
+    async with partner.gateway as gateway:
+        async for event in gateway.chat(partner.model, messages, **sampling):
             match event:
                 case Prefill(done, total):
                     shown.update(done, total)

@@ -45,6 +45,9 @@ def run(command: Any, arguments: list[str] | None = None) -> int:
         return exit_code(error)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush does not fail too
+        return FAILURE
     except Exception as error:
         if debugging():
             raise

@@ -59,13 +59,14 @@ class LocalMesh:
     Attributes:
         api_url: the gateway's API, once started.
         nodes: the node processes, in the order of the splits.
+        folder: where the logs are.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._folder = Path(tempfile.mkdtemp(prefix="meshnet-up-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="meshnet-up-"))
         self._show: Show = _show_nothing
-        self._children = Children(self._folder, lambda child, line: self._show(child.name, line))
+        self._children = Children(self.folder, lambda child, line: self._show(child.name, line))
         self.api_url = ""
         self.nodes: list[Child] = []
 
@@ -115,9 +116,9 @@ class LocalMesh:
     ) -> None:
         self._children.stop()
         if isinstance(error, MeshnetError):
-            error.message += f"\nThe logs of all parts are in {self._folder}"
+            error.message += f"\nThe logs of all parts are in {self.folder}"
         else:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _show_nothing(name: str, line: str) -> None:

@@ -31,7 +31,7 @@ from meshnet_node.sampler import sample
 from meshnet_node.shard_pool import LoadedShard, ShardPool
 
 SESSION_SHARE = 0.25  # of the memory that is free once the layers are loaded; several nodes may share a machine
-MAX_BODY = 64 * 2**20  # bytes: a whole sequence of the stateless path, 4096 positions of 4096 float32
+MIN_BODY, MAX_BODY = 16 * 2**20, 512 * 2**20  # bytes of a frame that a node reads, see `_body_limit`
 SWEEP_S = 5.0
 
 
@@ -71,7 +71,7 @@ async def serve(place: Place, shard: LoadedShard) -> None:
     def text_files(fingerprint: str) -> dict[str, bytes] | None:
         return dict(shard.text_files) if fingerprint == shard.fingerprint else None
 
-    app = torch_server.create_app(service, boot=boot, status=status, text_files=text_files, max_body=MAX_BODY)
+    app = torch_server.create_app(service, boot=boot, status=status, text_files=text_files, max_body=_body_limit(shard))
     client = TrackerClient(place.tracker)
     registration = Registration(client, describe)
     stopped = serving.stop_event()
@@ -101,6 +101,11 @@ async def _sweep(store: CacheStore[HopSession]) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
         store.sweep()
+
+
+def _body_limit(shard: LoadedShard) -> int:
+    """Bytes of body to accept: on the stateless path a frame is a whole sequence, in float32 at most."""
+    return min(MAX_BODY, max(MIN_BODY, shard.max_positions * shard.backend.hidden_size * 4))
 
 
 def _session_budget(device: torch.device) -> int:

@@ -57,6 +57,10 @@ def _up(
     with LocalMesh(plan) as mesh:
         with showing_children() as show:
             mesh.start(show)
+        at = "" if mesh.api_url == options.DEFAULT_API_URL else f" --url {mesh.api_url}"
+        say(
+            f"layers {', '.join(map(str, ranges))} on {len(ranges)} nodes, logs in {mesh.folder}; try: meshnet chat{at}"
+        )
         print(f"ready {mesh.api_url}", flush=True)
         mesh.watch()
 
