@@ -71,10 +71,12 @@ test-all: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.bench $(ARGS)
+	$(BIN)/python -m benchmarks.loading
+	$(BIN)/python -m benchmarks.concurrency
 
 # Made for a machine that reaches no registry: it runs with the Python that has torch there, without a venv.
 gpu-check:
-	PYTHONPATH=packages/core:packages/tracker:packages/node:packages/gateway:packages/cli \
+	PYTHONPATH=packages/core:packages/tracker:packages/node:packages/gateway:packages/cli:tests \
 	  $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu_check $(ARGS)
 
 clean:
