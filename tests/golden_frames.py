@@ -6,13 +6,14 @@ hidden size 4 in bfloat16, so that a body fits a line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
 from meshnet_core.sampling import SampledToken
 
 SESSION = "s-0f1e2d3c4b5a69788796a5b4c3d2e1f0"
 HOST = "10.0.0.7:7410"
+_EPOCH, _SAMPLE = "X-Meshnet-Epoch", "X-Meshnet-Sample"
 
 
 @dataclass(frozen=True)
@@ -103,4 +104,13 @@ DECODE = Golden(
     reply_json='{"position":262,"tokens":[{"id":345}],"timings":[[1,0.0,9.75,0.25,10.25,0]]}',
 )
 
-GOLDEN = {"prefill": PREFILL, "decode": DECODE}
+# The same position replayed in a later epoch, whose prefill goes on beyond it: nothing is sampled.
+REPLAY = Golden(
+    frame=replace(DECODE.frame, epoch=1, sample=0),
+    headers=tuple((name, {_EPOCH: "1", _SAMPLE: "0"}.get(name, value)) for name, value in DECODE.headers),
+    body_hex=DECODE.body_hex,
+    reply=FrameReply(position=262),
+    reply_json='{"position":262,"tokens":[],"timings":[]}',
+)
+
+GOLDEN = {"prefill": PREFILL, "decode": DECODE, "replay": REPLAY}

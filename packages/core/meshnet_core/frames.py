@@ -43,7 +43,8 @@ class Frame:
         phase: prefill, decode or verify.
         position: positions of this session that came before this frame's first.
         seq_len: positions in this frame.
-        sample: how many of the frame's trailing positions the tail samples after; 0 in a chunk that is not the last.
+        sample: how many of the frame's trailing positions the tail samples after; 0 in a frame of a prefill that is
+            not the last, be it a chunk or a replayed position.
         deadline_ms: what is left of the step's time, in milliseconds.
         cache: False on the stateless path: the frame is the whole sequence and no state is kept.
         body: raw little-endian tensor: int32 token ids ``[1, seq_len]`` into hop 0, hidden states

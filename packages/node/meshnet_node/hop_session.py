@@ -225,13 +225,7 @@ class HopSession:
                 )
             return
         if frame.phase is Phase.DECODE:
-            if frame.seq_len != 1 or frame.sample != 1:
-                raise BadFrameError("a decode frame carries one position and samples after it")
-            if frame.position < self.document.prefill_length:
-                raise BadFrameError(
-                    f"a decode frame at position {frame.position}, inside the {self.document.prefill_length} "
-                    "positions to prefill"
-                )
+            self._check_decode(frame)
             return
         end = frame.position + frame.seq_len
         if frame.seq_len > MAX_CHUNK:
@@ -242,3 +236,18 @@ class HopSession:
             )
         if frame.sample != int(end == self.document.prefill_length):
             raise BadFrameError("the last prefill chunk samples after its last position, the others do not sample")
+
+    def _check_decode(self, frame: Frame) -> None:
+        """A decode frame carries the newest position, or replays one of the answer with its original boundaries."""
+        document = self.document
+        if frame.seq_len != 1:
+            raise BadFrameError(f"a decode frame carries one position, not {frame.seq_len}")
+        if frame.position < document.prompt_length:
+            raise BadFrameError(
+                f"a decode frame at position {frame.position}, inside the prompt of {document.prompt_length} positions"
+            )
+        if frame.sample != int(frame.position + 1 >= document.prefill_length):
+            raise BadFrameError(
+                f"a decode frame at position {frame.position} with sample {frame.sample}: it samples after its "
+                f"position, unless it replays one before the last of the {document.prefill_length} to prefill"
+            )
