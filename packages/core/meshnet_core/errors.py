@@ -15,7 +15,7 @@
         |-- CacheMissError         409 cache_miss            with a `MissReason`
         |-- TooLargeError          413 too_large
         |-- ProtocolMismatchError  426 protocol_mismatch
-        |-- CacheFullError         429 cache_full
+        |-- CacheFullError         429 cache_full            for now, or `never` any room for this session
         |-- HopFailedError         500 hop_failed            an exception inside a forward
         |-- HopUnreachableError    502 hop_unreachable
         |-- DrainingError          503 draining
@@ -179,8 +179,26 @@ class ProtocolMismatchError(HopError):
 
 
 class CacheFullError(HopError):
+    """A node has no room for a session; with ``never`` it would have none if it held nothing else."""
+
     code = "cache_full"
     http_status = 429
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        never: bool = False,
+        hop_index: int | None = None,
+        position: int | None = None,
+        boot: str | None = None,
+    ) -> None:
+        super().__init__(message, hop_index=hop_index, position=position, boot=boot)
+        self.never = never
+
+    def details(self) -> dict[str, Any]:
+        # Left out where it says nothing, so that a peer that does not know it still reads what is merely full.
+        return {**super().details(), **({"never": True} if self.never else {})}
 
 
 class HopFailedError(HopError):
@@ -232,6 +250,8 @@ def error_from_wire(document: object, *, fallback: str) -> MeshnetError:
 
 def _is_field(key: str, value: object) -> bool:
     """Whether ``value`` is what an error may carry under ``key``."""
+    if key == "never":
+        return isinstance(value, bool)
     if key in {"hop_index", "position"}:
         return value is None or (type(value) is int and value >= 0)
     return value is None or isinstance(value, str)

@@ -91,6 +91,7 @@ class CacheStore(Generic[H]):
         self._tombstones: OrderedDict[SessionKey, tuple[MissReason, int]] = OrderedDict()
         self._admissions = itertools.count()
         self.dropped: Counter[MissReason] = Counter()
+        self.preempted = 0  # of those evicted: how many gave way to the growth of another, not to a newcomer
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -110,7 +111,7 @@ class CacheStore(Generic[H]):
 
         Raises:
             CacheMissError: the session was released, or ``epoch`` is not newer than what is known of it.
-            CacheFullError: there is no room; nothing was changed.
+            CacheFullError: there is no room, or never would be; nothing was changed.
         """
         self.sweep()
         self._check_newer(key, epoch)
@@ -118,7 +119,7 @@ class CacheStore(Generic[H]):
         freed = current.nbytes if current is not None else 0
         victims = self._idle_victims(self.nbytes - freed + reserve, len(self) - (current is not None) + 1, {key})
         if victims is None:
-            raise CacheFullError(self._why_full(reserve))
+            raise CacheFullError(self._why_full(reserve), never=self._never_fits(key, epoch, reserve))
         for victim in victims:
             self.drop(victim, MissReason.EVICTED)
         if current is not None:
@@ -252,13 +253,15 @@ class CacheStore(Generic[H]):
         if wanted > self.limits.budget_bytes:
             self.drop(key, MissReason.EVICTED)
             raise CacheFullError(
-                f"session {key.session} has outgrown this node: it needs {wanted} of {self.limits.budget_bytes} bytes"
+                f"session {key.session} has outgrown this node: it needs {wanted} of {self.limits.budget_bytes} bytes",
+                never=True,
             )
         while self.nbytes - entry.nbytes + wanted > self.limits.budget_bytes:
             victims = self._idle_victims(self.nbytes - entry.nbytes + wanted, len(self), {key})
             if victims is None:
                 free = [name for name, other in self._entries.items() if other is entry or not other.leases]
                 victims = [max(free, key=lambda name: self._entries[name].admission)]
+                self.preempted += 1
             for victim in victims:
                 self.drop(victim, MissReason.EVICTED)
             if key not in self._entries:
@@ -266,6 +269,16 @@ class CacheStore(Generic[H]):
                     f"session {key.session}, the youngest, gave way: no room to grow", reason=MissReason.EVICTED
                 )
         entry.reserved = wanted
+
+    def _never_fits(self, key: SessionKey, epoch: int, reserve: int) -> bool:
+        """Whether there would be no room if nothing but the session's other hops at this node were held."""
+        own = [
+            entry
+            for name, entry in self._entries.items()
+            if name.session == key.session and name != key and entry.epoch == epoch
+        ]
+        needed = reserve + sum(entry.nbytes for entry in own)
+        return needed > self.limits.budget_bytes or len(own) + 1 > self.limits.max_sessions
 
     def _why_full(self, reserve: int) -> str:
         limits = self.limits
