@@ -93,6 +93,7 @@ class FrameReply:
         position: positions of the session that are consumed once this frame has run.
         tokens: the tokens sampled, one for each of ``frame.sample``; empty for a chunk that was only queued.
         timings: one entry for each hop that has run the frame, first hop first.
+        draining: indices of the hops whose nodes are about to leave, so that the session should move from them.
         boot: boot id of the hop that was asked; the transport fills it in, and "" where it carries none. Who answered
             is no part of the answer: it is left out of the JSON form and of comparisons.
     """
@@ -100,6 +101,7 @@ class FrameReply:
     position: int
     tokens: tuple[SampledToken, ...] = ()
     timings: tuple[HopTiming, ...] = ()
+    draining: tuple[int, ...] = ()
     boot: str = field(default="", compare=False)
 
     def to_wire(self) -> dict[str, Any]:
@@ -107,6 +109,7 @@ class FrameReply:
             "position": self.position,
             "tokens": [token.to_wire() for token in self.tokens],
             "timings": [timing.to_wire() for timing in self.timings],
+            **({"draining": list(self.draining)} if self.draining else {}),
         }
 
     @classmethod
@@ -115,4 +118,5 @@ class FrameReply:
             position=int(document["position"]),
             tokens=tuple(SampledToken.from_wire(token) for token in document["tokens"]),
             timings=tuple(HopTiming.from_wire(row) for row in document["timings"]),
+            draining=tuple(int(hop_index) for hop_index in document.get("draining", ())),
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,6 +81,8 @@ class HopService:
         self.shards = shards
         self.store = store
         self.draining = False
+        self.drains = 0
+        self.misses: Counter[MissReason] = Counter()  # frames and opens refused for want of state
         self.recent: deque[dict[str, Any]] = deque(maxlen=32)  # what is remembered of ended sessions, for people
         self._lane = lane
         self._transport = transport
@@ -98,7 +100,7 @@ class HopService:
                 if known[0].document != document:
                     raise BadFrameError("this session and epoch are open on other terms; a retry repeats its terms")
                 return OpenReply(self.boot, self._reserve(known[0]))
-            if self.draining:
+            if self.draining and known is None:  # one that is here goes on, in a newer epoch too
                 raise DrainingError("this node is draining and takes no new sessions")
             shard = self.shards.find(document.route.fingerprint, document.hop.layers)
             self._check_terms(document, shard)
@@ -118,7 +120,7 @@ class HopService:
                 session.check(frame)
                 run = await self._take_in(key, session, frame, arrived)
                 if not frame.sample and session.is_tail:
-                    return FrameReply(frame.position + frame.seq_len)
+                    return FrameReply(frame.position + frame.seq_len, draining=self._if_draining(frame))
                 return await self._outcome_of(run, key, frame.epoch)
             except HopError as error:
                 if error.hop_index is None:
@@ -138,6 +140,11 @@ class HopService:
         positions = [held.accepted for held in self.store if held.document.session == session]
         return ProbeReply(self.boot, max(positions, default=None), self._lane.queued)
 
+    def drain(self) -> None:
+        """From now on take no new sessions, and tell those that are here to move. Idempotent."""
+        self.drains += not self.draining
+        self.draining = True
+
     def status(self) -> dict[str, Any]:
         """JSON-ready: shards, running and recent sessions, bytes."""
         return {
@@ -148,11 +155,23 @@ class HopService:
             "state_bytes": sum(held.nbytes for held in self.store),
             "reserved_bytes": self.store.nbytes,
             "budget_bytes": self.store.limits.budget_bytes,
-            "dropped": {reason.value: count for reason, count in sorted(self.store.dropped.items())},
+            "max_sessions": self.store.limits.max_sessions,
+            "session_ttl_s": self.store.limits.ttl_s,
+            "dropped": self._dropped(),
+            "misses": {reason.value: count for reason, count in sorted(self.misses.items())},
+            "drains": self.drains,
             "shards": [shard.info().to_wire() for shard in self.shards],
             "running": [held.summary() for held in self.store],
             "recent": list(self.recent),
         }
+
+    def _dropped(self) -> dict[str, int]:
+        """Sessions dropped, by reason. An eviction for another's growth, not for a newcomer, is a preemption."""
+        dropped = {reason.value: count for reason, count in sorted(self.store.dropped.items())}
+        if self.store.preempted:
+            dropped[MissReason.EVICTED.value] -= self.store.preempted
+            dropped["preempted"] = self.store.preempted
+        return dropped
 
     async def close(self) -> None:
         """Drop all sessions and stop the lane."""
@@ -323,7 +342,7 @@ class HopService:
         next_hop = session.document.next_hop
         if next_hop is None or outcome.hidden is None:
             timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived))
-            return FrameReply(position, outcome.tokens, (timing,))
+            return FrameReply(position, outcome.tokens, (timing,), self._if_draining(frame))
         left_ms = int(1000 * (deadline - self._clock.now()) * DOWNSTREAM_MARGIN)
         if left_ms < 1:
             raise DeadlineError(f"no time was left to hand position {frame.position} to the next hop")
@@ -337,7 +356,12 @@ class HopService:
         reply = await self._transport.forward(next_hop.url, onward)
         run.undelivered = None
         timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived), sent_bytes=len(outcome.hidden))
-        return FrameReply(position, reply.tokens, (timing, *reply.timings))
+        draining = (*self._if_draining(frame), *reply.draining)
+        return FrameReply(position, reply.tokens, (timing, *reply.timings), draining)
+
+    def _if_draining(self, frame: Frame) -> tuple[int, ...]:
+        """What a reply says of this hop where its node is about to leave."""
+        return (frame.hop_index,) if self.draining else ()
 
     def _revive(self, session: HopSession, frame: Frame, run: Run, deadline: float) -> None:
         """A retry of a frame whose own part went well but whose delivery failed: only the delivery runs again."""
@@ -377,15 +401,19 @@ class HopService:
         task.add_done_callback(done)
 
     def _marked(self, hop_index: int) -> _Marked:
-        return _Marked(hop_index, self.boot)
+        return _Marked(hop_index, self.boot, self.misses)
 
 
 class _Marked:
-    """Errors that leave this block name the hop and the boot id; foreign ones become `HopFailedError`."""
+    """Errors that leave this block name the hop and the boot id; foreign ones become `HopFailedError`.
 
-    def __init__(self, hop_index: int, boot: str) -> None:
+    Misses are counted by reason, those of this hop alone: another's come through with their hop named.
+    """
+
+    def __init__(self, hop_index: int, boot: str, misses: Counter[MissReason]) -> None:
         self._hop_index = hop_index
         self._boot = boot
+        self._misses = misses
 
     def __enter__(self) -> None:
         return None
@@ -397,6 +425,8 @@ class _Marked:
             if error.hop_index is None:
                 error.hop_index = self._hop_index
                 error.boot = self._boot
+                if isinstance(error, CacheMissError):
+                    self._misses[error.reason] += 1
             return
         if isinstance(error, MeshnetError) and not isinstance(error, UnsupportedModelError):
             raise BadFrameError(error.message, hop_index=self._hop_index, boot=self._boot) from error

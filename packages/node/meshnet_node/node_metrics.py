@@ -16,7 +16,14 @@ _GAUGES = {
     "state_bytes": "Bytes of session state held.",
     "reserved_bytes": "Bytes of session state held or set aside.",
     "budget_bytes": "Bytes of session state that the node may hold.",
+    "max_sessions": "Sessions that the node may hold state of.",
     "queued": "Frames waiting for a forward lane.",
+    "draining": "1 while the node takes no new sessions because it is about to leave.",
+}
+# Counts by reason, in the same way.
+_COUNTS = {
+    "dropped": ("sessions_dropped", "Sessions whose state was dropped, by reason."),
+    "misses": ("misses", "Frames and opens refused because the node had no usable state for them, by reason."),
 }
 
 
@@ -72,12 +79,15 @@ class _StatusGauges:
             if key in status:
                 yield GaugeMetricFamily(f"meshnet_node_{key}", text, value=float(status[key]))
 
-        dropped = CounterMetricFamily(
-            "meshnet_node_sessions_dropped", "Sessions whose state was dropped, by reason.", labels=["reason"]
-        )
-        for reason, count in status.get("dropped", {}).items():
-            dropped.add_metric([reason], count)
-        yield dropped
+        for key, (name, text) in _COUNTS.items():
+            by_reason = CounterMetricFamily(f"meshnet_node_{name}", text, labels=["reason"])
+            for reason, count in status.get(key, {}).items():
+                by_reason.add_metric([reason], count)
+            yield by_reason
+        if "drains" in status:
+            yield CounterMetricFamily(
+                "meshnet_node_drains", "How often the node began to drain.", value=float(status["drains"])
+            )
 
     def describe(self) -> Iterable[Metric]:
         return ()
