@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -22,20 +21,48 @@ from typing import Protocol
 from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.dtypes import wire_dtype
-from meshnet_core.errors import HopError, HopFailedError, MeshnetError, RequestRefusedError
+from meshnet_core.errors import (
+    CacheMissError,
+    DeadlineError,
+    DrainingError,
+    HopError,
+    HopFailedError,
+    HopUnreachableError,
+    LayersUnavailableError,
+    MeshnetError,
+    MissReason,
+    RequestRefusedError,
+)
 from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, Phase
 from meshnet_core.ids import mint_session_id
-from meshnet_core.open_document import OpenDocument
+from meshnet_core.open_document import OpenDocument, OpenReply
 from meshnet_core.route import Route
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.transport import HopTransport
+from meshnet_gateway.blame import BlameMemory
+from meshnet_gateway.epoch_frames import EpochFrames
 from meshnet_gateway.generation_report import GenerationReport
-from meshnet_gateway.recovery import MAX_RETRIES, Fail, History, RePrefill, Reroute, Retry, Stateless, next_action
+from meshnet_gateway.recovery import (
+    BUSY_RETRIES,
+    MAX_RETRIES,
+    Action,
+    Fail,
+    History,
+    Probe,
+    Replay,
+    RePrefill,
+    Reroute,
+    Retry,
+    Stateless,
+    next_action,
+)
 
 logger = logging.getLogger(__name__)
 
 CHUNKS_IN_FLIGHT = 2  # one runs on the first hop while the one before it runs on the next
+REPLAYS_IN_FLIGHT = 4  # single positions are little work; a hop queues as many frames of one session
 RELEASE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 1.0  # a probe takes no turn on a node's lane; one that does not answer it is hung or gone
 
 
 class Routes(Protocol):
@@ -57,6 +84,7 @@ class GenerationRequest:
         sampling: how to choose them.
         stop_ids: tokens that end the answer; they are not part of it.
         cache: False takes the stateless path from the start.
+        recovery: how lost state is made again; None takes the engine's way.
     """
 
     model: str
@@ -65,6 +93,7 @@ class GenerationRequest:
     sampling: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     cache: bool = True
+    recovery: Replay | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +116,7 @@ class GenerationEngine:
         clock: measures.
         step_deadline_s: time for one step, all hops together.
         chunk: positions in one prefill frame, at most `MAX_CHUNK`.
+        recovery: how lost state is made again, where a request does not say.
         sleep: waits, in seconds, before another attempt.
     """
 
@@ -98,6 +128,7 @@ class GenerationEngine:
         *,
         step_deadline_s: float = 60.0,
         chunk: int = MAX_CHUNK,
+        recovery: Replay = Replay.FAST,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.routes = routes
@@ -105,6 +136,8 @@ class GenerationEngine:
         self.clock = clock
         self.step_deadline_ms = int(1000 * step_deadline_s)
         self.chunk = min(chunk, MAX_CHUNK)
+        self.recovery = recovery
+        self.blame = BlameMemory(clock)
         self.sleep = sleep
 
     def start(self, request: GenerationRequest) -> Generation:
@@ -129,8 +162,11 @@ class Generation:
         self._request = request
         self._answer: list[int] = []
         self._epoch = -1
-        self._history = History(stateless=not request.cache)
+        self._history = History(stateless=not request.cache, patience_s=engine.step_deadline_ms / 1000)
+        self._failing_since: float | None = None
+        self._boots: dict[str, str] = {}  # by node: who opened the newest epoch
         self._urls: set[str] = set()  # of every hop that may hold something of this session
+        self._leaving: set[asyncio.Task[None]] = set()  # releases on hops that a route change left
         self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
         self._events = self._run()
 
@@ -145,9 +181,9 @@ class Generation:
         """End it, wherever it is, and free the session on every hop. Idempotent."""
         await self._events.aclose()
         urls, self._urls = self._urls, set()
-        if urls:
+        if urls or self._leaving:
             # Shielded: a caller that is itself being cancelled must not leave state behind.
-            await asyncio.shield(asyncio.ensure_future(self._release(urls)))
+            await asyncio.shield(asyncio.gather(self._release(urls), *self._leaving))
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -164,23 +200,36 @@ class Generation:
         while True:
             try:
                 if route is None:
-                    route = await self._engine.routes.route(model, self._history.excluded)
+                    route = await self._new_route(model)
                 async with aclosing(self._epoch_of(route, model)) as events:
                     async for event in events:
                         yield event
             except MeshnetError as failure:
                 route = await self._recover(failure, route)
             else:
+                for hop in route.hops:
+                    self._engine.blame.forgive(hop.node_id)
                 return
+
+    async def _new_route(self, model: ModelSummary) -> Route:
+        """A route without the nodes blamed here, and without those blamed lately by others unless it takes them."""
+        excluded, blamed = self._history.excluded, self._engine.blame.excluded()
+        if blamed - excluded:
+            try:
+                return await self._engine.routes.route(model, excluded | blamed)
+            except LayersUnavailableError:
+                logger.info(
+                    "session %s: nobody covers for the nodes blamed lately; they are let in again", self.session
+                )
+        return await self._engine.routes.route(model, excluded)
 
     async def _recover(self, failure: MeshnetError, route: Route | None) -> Route | None:
         """Carry out what follows ``failure``; the route to go on with, None for a new one."""
-        history = self._history
         node_id = _blamed(failure, route)
-        action = next_action(failure, node_id, history)
+        action = await self._decide(failure, route, self._history)
         logger.info("session %s: %s: %s -> %s", self.session, type(failure).__name__, failure, action)
-        self._report.failed(failure, type(action).__name__)
-        self._history = replace(history, failures=(*history.failures, failure), retries=0)
+        self._report.failed(failure, type(action).__name__, node_id)
+        self._history = replace(self._history, failures=(*self._history.failures, failure), retries=0)
         match action:
             case Fail(error):
                 raise error
@@ -188,21 +237,52 @@ class Generation:
                 await self._engine.sleep(wait_s)
                 return route
             case Reroute(excluded, wait_s):
+                if node_id in excluded and not isinstance(failure, DrainingError):
+                    self._engine.blame.blame(node_id)
                 await self._engine.sleep(wait_s)
                 self._history = replace(self._history, excluded=excluded)
                 return None
             case Stateless():
                 self._history = replace(self._history, stateless=True)
                 return route
-            case Retry():
+            case Retry() | Probe():
                 # A retry of the very frame is done where the frame is (`_forward`); one that comes here was no frame.
                 return route
+
+    async def _decide(self, failure: MeshnetError, route: Route | None, history: History) -> Action:
+        """What follows ``failure``; the node to blame is asked first where its answer would matter."""
+        now = self._engine.clock.now()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        self._tell_restart(failure, route)
+        history = replace(history, failing_s=now - self._failing_since)
+        node_id = _blamed(failure, route)
+        action = next_action(failure, node_id, history)
+        if isinstance(action, Probe) and route is not None and isinstance(failure, HopError):
+            busy = await self._is_busy(route.hops[failure.hop_index or 0].url)
+            action = next_action(failure, node_id, replace(history, busy=busy))
+        return action
+
+    async def _is_busy(self, url: str) -> bool:
+        """Whether the node answers a probe and says that frames wait there."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                return (await self._engine.transport.probe(url, self.session)).queued > 0
+        except (MeshnetError, TimeoutError):
+            return False
+
+    def _tell_restart(self, failure: MeshnetError, route: Route | None) -> None:
+        """A node that knows nothing of the session, and is another process than the one that opened it, restarted."""
+        if isinstance(failure, CacheMissError) and failure.reason is MissReason.UNKNOWN_SESSION:
+            opened_by = self._boots.get(_blamed(failure, route) or "")
+            if opened_by is not None and failure.boot is not None and failure.boot != opened_by:
+                failure.reason = MissReason.RESTARTED
 
     async def _epoch_of(self, route: Route, model: ModelSummary) -> AsyncGenerator[Event]:
         """One epoch: open, prefill what there is, decode until the end or a failure."""
         self._epoch += 1
         self._report.epoch_began(route, self._epoch, cached=not self._history.stateless)
         await self._open(route, model)
+        self._leave_hops_outside(route)
         if self._history.stateless:
             reply = await self._whole_sequence(route)
         else:
@@ -227,7 +307,8 @@ class Generation:
         if len(reply.tokens) != 1:
             raise HopFailedError(f"the tail answered with {len(reply.tokens)} tokens to a step that samples one")
         token = reply.tokens[0]
-        self._history = History(excluded=self._history.excluded, stateless=self._history.stateless)
+        self._history = replace(self._history, failures=(), retries=0)
+        self._failing_since = None
         if token.id in self._request.stop_ids:
             self.finish_reason = "stop"
             return None
@@ -264,28 +345,39 @@ class Generation:
         replies = await asyncio.gather(*opens, return_exceptions=True)
         errors = [reply for reply in replies if isinstance(reply, BaseException)]
         if errors:
-            await self._release({hop.url for hop in route.hops}, through_epoch=self._epoch)
-            self._history = replace(self._history, retries=MAX_RETRIES)  # no frame was sent that could be sent again
+            answered = zip(route.hops, replies, strict=True)
+            silent = {hop.url for hop, reply in answered if isinstance(reply, DeadlineError | HopUnreachableError)}
+            self._release_behind(silent, self._epoch)
+            await self._release({hop.url for hop in route.hops} - silent, through_epoch=self._epoch)
+            # no frame was sent that could be sent again
+            self._history = replace(self._history, retries=MAX_RETRIES + BUSY_RETRIES)
             raise errors[0]
+        self._boots |= {
+            hop.node_id: reply.boot
+            for hop, reply in zip(route.hops, replies, strict=True)
+            if isinstance(reply, OpenReply)
+        }
 
     async def _prefill(self, route: Route) -> AsyncGenerator[PrefillProgress | FrameReply]:
-        """Send prompt and answer so far in chunks; progress while they go, then the last chunk's reply."""
-        tokens = (*self._request.prompt_ids, *self._answer)
+        """Send prompt and answer so far, several frames in flight; progress now and then, then the last reply."""
+        total, told = self._length, 0
+        replay = self._request.recovery or self._engine.recovery
+        frames = self._frames(route).prefill(self._request.prompt_ids, self._answer, self._engine.chunk, replay)
         in_flight: deque[tuple[int, asyncio.Task[FrameReply]]] = deque()
         try:
-            for start in range(0, len(tokens), self._engine.chunk):
-                chunk = tokens[start : start + self._engine.chunk]
-                end = start + len(chunk)
-                frame = self._frame(route, Phase.PREFILL, start, chunk, sample=int(end == len(tokens)))
-                if len(in_flight) == CHUNKS_IN_FLIGHT:
+            for frame in frames:
+                end = frame.position + frame.seq_len
+                while len(in_flight) >= (CHUNKS_IN_FLIGHT if frame.phase is Phase.PREFILL else REPLAYS_IN_FLIGHT):
                     done, task = in_flight.popleft()
                     await task
-                    yield PrefillProgress(done, len(tokens))
+                    if frame.phase is Phase.PREFILL or done >= told + self._engine.chunk:
+                        told = done
+                        yield PrefillProgress(done, total)
                 in_flight.append((end, asyncio.create_task(self._forward(route, frame))))
             while in_flight:
                 done, task = in_flight.popleft()
                 reply = await task
-                yield PrefillProgress(done, len(tokens))
+                yield PrefillProgress(done, total)
             yield reply
         finally:
             for _, task in in_flight:
@@ -293,28 +385,18 @@ class Generation:
             await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
 
     async def _decode_step(self, route: Route) -> FrameReply:
-        """The newest position, and nothing else."""
-        frame = self._frame(route, Phase.DECODE, self._length - 1, self._answer[-1:], sample=1)
-        return await self._forward(route, frame)
+        return await self._forward(route, self._frames(route).decode(self._length - 1, self._answer[-1]))
 
     async def _whole_sequence(self, route: Route) -> FrameReply:
-        """A step of the stateless path."""
-        tokens = (*self._request.prompt_ids, *self._answer)
-        return await self._forward(route, self._frame(route, Phase.PREFILL, 0, tokens, sample=1))
+        return await self._forward(route, self._frames(route).whole((*self._request.prompt_ids, *self._answer)))
 
-    def _frame(self, route: Route, phase: Phase, position: int, tokens: Sequence[int], sample: int) -> Frame:
-        return Frame(
-            session=self.session,
-            epoch=self._epoch,
-            hop_index=0,
-            start_layer=route.hops[0].layers.start,
-            phase=phase,
-            position=position,
-            seq_len=len(tokens),
-            sample=sample,
-            deadline_ms=self._engine.step_deadline_ms,
+    def _frames(self, route: Route) -> EpochFrames:
+        return EpochFrames(
+            self.session,
+            self._epoch,
+            route.hops[0].layers.start,
+            self._engine.step_deadline_ms,
             cache=not self._history.stateless,
-            body=struct.pack(f"<{len(tokens)}i", *tokens),
         )
 
     async def _forward(self, route: Route, frame: Frame) -> FrameReply:
@@ -324,13 +406,27 @@ class Generation:
             try:
                 return await self._engine.transport.forward(route.hops[0].url, frame)
             except HopError as failure:
-                self._history = replace(self._history, retries=retries)
-                action = next_action(failure, _blamed(failure, route), self._history)
+                action = await self._decide(failure, route, replace(self._history, retries=retries))
                 if not isinstance(action, Retry):
+                    # What is decided of it next must not begin with retries again.
+                    self._history = replace(self._history, retries=MAX_RETRIES + BUSY_RETRIES)
                     raise
-                self._report.failed(failure, "Retry")
+                self._report.failed(failure, "Retry", _blamed(failure, route))
                 await self._engine.sleep(action.wait_s)
                 retries += 1
+
+    def _leave_hops_outside(self, route: Route) -> None:
+        """Free what hops of earlier routes hold."""
+        left = self._urls - {hop.url for hop in route.hops}
+        self._urls -= left
+        self._release_behind(left, self._epoch - 1)
+
+    def _release_behind(self, urls: set[str], through_epoch: int) -> None:
+        """Release without waiting: a hop that hangs must not hold up the answer."""
+        if urls:
+            task = asyncio.create_task(self._release(urls, through_epoch))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     async def _release(self, urls: set[str], through_epoch: int | None = None) -> None:
         async def one(url: str) -> None:

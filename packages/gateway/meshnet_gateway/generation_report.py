@@ -37,12 +37,14 @@ class GenerationReport:
         self._cached = cached
         self._epoch_steps = 0
 
-    def failed(self, failure: MeshnetError, action: str) -> None:
-        """A failure happened, and this was done about it."""
+    def failed(self, failure: MeshnetError, action: str, node_id: str | None = None) -> None:
+        """A failure happened, at this node where one is to blame, and this was done about it."""
         if len(self._events) < MAX_EVENTS:
             event: dict[str, Any] = {"after_tokens": len(self._token_times), "error": failure.code, "action": action}
             if isinstance(failure, CacheMissError):
                 event["reason"] = failure.reason.value
+            if node_id is not None:
+                event["node"] = node_id
             self._events.append(event)
 
     def token(self, reply: FrameReply) -> None:

@@ -2,16 +2,22 @@
 
 failure                              first           then                     in the end
 cache miss                           re-prefill      re-prefill               stateless
-hop unreachable                      retry           reroute without it       fail
-deadline, draining                   reroute without the hop                  fail
+hop unreachable                      retry           probe, as below          fail
+deadline                             probe           busy: retry once more    fail
+                                                     else: reroute without it
+draining                             reroute without the hop                  fail
 no room (429)                        wait            wait                     fail
 exception in a forward               re-prefill      reroute without it       fail
-no route, once others were blamed    wait, with the blamed let in again       fail
+no route, once others were blamed    wait, with the blamed let in again       fail, with the layers that lack
 bad frame, protocol, too large, ...  fail: the same would happen again
+
+A probe tells *queued* from *hung*: a hop that answers it and has frames waiting is busy, and blaming it would only move
+the load elsewhere together with a prefill.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from meshnet_core.errors import (
@@ -28,9 +34,22 @@ from meshnet_core.errors import (
 
 MAX_ATTEMPTS = 12  # failures in a row without a token between them
 MAX_RETRIES = 2  # of one frame: a route has more than one connection that can break
+BUSY_RETRIES = 1  # of one frame more, where the hop to blame says that it is busy
 MISSES_BEFORE_STATELESS = 3
 BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0
+
+
+class Replay(enum.StrEnum):
+    """How lost state is made again.
+
+    ``FAST`` prefills prompt and answer in chunks: in lower precision its kernels may round apart from those that first
+    ran. ``EXACT`` keeps the frames' first boundaries, the prompt's chunks and then one position at a time: the same
+    bits on the same kind of machine, at the price of time.
+    """
+
+    FAST = "fast"
+    EXACT = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +57,11 @@ class Retry:
     """Send the identical frame again; hops answer it from their last run."""
 
     wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask the node that would be blamed whether it is alive and busy, then decide again with `History.busy` set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +91,7 @@ class Fail:
     error: MeshnetError
 
 
-Action = Retry | RePrefill | Reroute | Stateless | Fail
+Action = Retry | Probe | RePrefill | Reroute | Stateless | Fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +103,18 @@ class History:
         excluded: nodes that routes leave out.
         retries: how often the frame that failed was sent again already.
         stateless: no cache is in use.
+        busy: what the node to blame said when it was probed for this failure; None before it was.
+        failing_s: seconds since the first of the failures.
+        patience_s: for how long a mesh that lacks layers is waited for.
     """
 
     failures: tuple[MeshnetError, ...] = ()
     excluded: frozenset[str] = frozenset()
     retries: int = 0
     stateless: bool = False
+    busy: bool | None = None
+    failing_s: float = 0.0
+    patience_s: float = 60.0
 
 
 def next_action(failure: MeshnetError, node_id: str | None, history: History) -> Action:  # noqa: PLR0911 - one return a row
@@ -97,7 +127,7 @@ def next_action(failure: MeshnetError, node_id: str | None, history: History) ->
     """
     attempts = len(history.failures)
     if attempts >= MAX_ATTEMPTS:
-        return Fail(failure)
+        return Fail(_telling(failure, history))
     wait_s = min(MAX_BACKOFF_S, BACKOFF_S * 2**attempts)
     without = history.excluded | ({node_id} if node_id is not None else frozenset())
     match failure:
@@ -106,19 +136,35 @@ def next_action(failure: MeshnetError, node_id: str | None, history: History) ->
             if misses > MISSES_BEFORE_STATELESS:
                 return Fail(failure) if history.stateless and misses > 2 * MISSES_BEFORE_STATELESS else Stateless()
             return RePrefill()
-        case HopUnreachableError():
-            if history.retries < MAX_RETRIES:
-                return Retry(BACKOFF_S * history.retries)
-            return Reroute(without, wait_s if attempts else 0.0)
-        case DeadlineError() | DrainingError():
+        case HopUnreachableError() | DeadlineError():
+            return _again(failure, node_id, history) or Reroute(without, wait_s if attempts else 0.0)
+        case DrainingError():
             return Reroute(without)
         case HopFailedError():
             failed_before = any(isinstance(past, HopFailedError) for past in history.failures)
             return Reroute(without, wait_s) if failed_before else RePrefill()
         case CacheFullError():
             return RePrefill(wait_s)
-        case LayersUnavailableError() | TrackerUnreachableError() if history.failures:
+        case LayersUnavailableError() | TrackerUnreachableError() if (
+            history.failures and history.failing_s + wait_s < history.patience_s
+        ):
             # Whoever was blamed may be back, and is better than nobody.
             return Reroute(frozenset(), wait_s)
         case _:
             return Fail(failure)
+
+
+def _again(failure: HopUnreachableError | DeadlineError, node_id: str | None, history: History) -> Retry | Probe | None:
+    """Another try of the very frame, or the question whether it is worth one; None where it is not."""
+    plain = MAX_RETRIES if isinstance(failure, HopUnreachableError) else 0
+    if history.retries < plain:
+        return Retry(BACKOFF_S * history.retries)
+    if node_id is None or history.retries >= plain + BUSY_RETRIES or history.busy is False:
+        return None
+    return Probe() if history.busy is None else Retry(BACKOFF_S)
+
+
+def _telling(failure: MeshnetError, history: History) -> MeshnetError:
+    """Of all that failed in turn, what a client can understand: layers that lack, before a hop that is gone."""
+    lacking = [past for past in history.failures if isinstance(past, LayersUnavailableError)]
+    return lacking[-1] if lacking and isinstance(failure, HopUnreachableError | DeadlineError) else failure

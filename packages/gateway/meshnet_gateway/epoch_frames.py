@@ -1,0 +1,69 @@
+"""The frames of one epoch, as pure functions of the token ids: how a prefill is cut, what a decode step carries.
+
+Knows the session's terms and no hop's state; `generation` sends what is made here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshnet_core.frames import Frame, Phase
+from meshnet_gateway.recovery import Replay
+
+
+@dataclass(frozen=True, slots=True)
+class EpochFrames:
+    """Makes frames for the first hop of a route.
+
+    Attributes:
+        session, epoch: of every frame.
+        start_layer: the first hop's effective start.
+        deadline_ms: for each step.
+        cache: False on the stateless path.
+    """
+
+    session: str
+    epoch: int
+    start_layer: int
+    deadline_ms: int
+    cache: bool
+
+    def prefill(self, prompt: Sequence[int], answer: Sequence[int], chunk: int, replay: Replay) -> Iterator[Frame]:
+        """The frames that make the state of prompt and answer so far; only the last one samples.
+
+        prompt 0..599, answer 600..602       0-255    256-511    512-599    600   601   602
+        fast                                 prefill  prefill    prefill to 602 ......*
+        exact, as they first went            prefill  prefill    prefill    dec.  dec.  decode*
+        """
+        tokens = (*prompt, *answer)
+        in_chunks = len(prompt) if replay is Replay.EXACT else len(tokens)
+        for start in range(0, in_chunks, chunk):
+            end = min(start + chunk, in_chunks)
+            yield self._frame(Phase.PREFILL, start, tokens[start:end], sample=end == len(tokens))
+        for at in range(in_chunks, len(tokens)):
+            yield self._frame(Phase.DECODE, at, tokens[at : at + 1], sample=at + 1 == len(tokens))
+
+    def decode(self, position: int, token: int) -> Frame:
+        """The newest position, and nothing else."""
+        return self._frame(Phase.DECODE, position, (token,), sample=True)
+
+    def whole(self, tokens: Sequence[int]) -> Frame:
+        """A step of the stateless path."""
+        return self._frame(Phase.PREFILL, 0, tokens, sample=True)
+
+    def _frame(self, phase: Phase, position: int, tokens: Sequence[int], *, sample: bool) -> Frame:
+        return Frame(
+            session=self.session,
+            epoch=self.epoch,
+            hop_index=0,
+            start_layer=self.start_layer,
+            phase=phase,
+            position=position,
+            seq_len=len(tokens),
+            sample=int(sample),
+            deadline_ms=self.deadline_ms,
+            cache=self.cache,
+            body=struct.pack(f"<{len(tokens)}i", *tokens),
+        )
