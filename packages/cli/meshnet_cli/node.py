@@ -13,6 +13,12 @@ import typer
 
 from meshnet_cli import lifeline, options, serving
 from meshnet_cli.progress import ProgressReporter, progress_reporter
+from meshnet_cli.session_limits import (
+    DEFAULT_DRAIN_GRACE_S,
+    DEFAULT_MAX_SESSIONS,
+    DEFAULT_SESSION_TTL_S,
+    SessionLimits,
+)
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
 from meshnet_core.layer_range import LayerRange
@@ -65,11 +71,24 @@ def node(
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     device: options.Device = "auto",
     threads: options.Threads = None,
+    cache_bytes: options.CacheBytes = None,
+    max_sessions: options.MaxSessions = DEFAULT_MAX_SESSIONS,
+    session_ttl: options.SessionTtl = DEFAULT_SESSION_TTL_S,
+    drain_grace: Annotated[
+        float,
+        typer.Option(
+            "--drain-grace",
+            metavar="SECONDS",
+            help="How long running sessions have to move elsewhere when the node is told to stop (SIGTERM, Ctrl-C); "
+            "being told again ends it at once.",
+        ),
+    ] = DEFAULT_DRAIN_GRACE_S,
 ) -> None:
     """Hold some layers of MODEL and serve them to a mesh."""
     lifeline.hold_on()
     serving.set_up_logging()
     wanted = LayerRange.parse(layers)
+    limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace)
     if advertise is not None and not advertise.startswith(("http://", "https://")):
         raise InvalidInputError(f"--advertise {advertise!r} is no address; write it like http://10.0.0.7:7410")
     asyncio.run(_ask_tracker(tracker))  # before the model is loaded for a minute
@@ -91,7 +110,7 @@ def node(
 
     gc.collect()
     gc.freeze()
-    asyncio.run(serve(place, shard))
+    asyncio.run(serve(place, shard, limits))
     serving.leave_at_once()
 
 

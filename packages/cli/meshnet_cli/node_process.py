@@ -6,7 +6,8 @@ The composition alone; what each part does is in the node's own package. Importi
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+import logging
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import psutil
@@ -15,8 +16,10 @@ import transformers
 
 from meshnet_cli import gateway, serving
 from meshnet_cli.node import Place
+from meshnet_cli.session_limits import SessionLimits
 from meshnet_core import __version__
 from meshnet_core.clock import SystemClock
+from meshnet_core.errors import InvalidInputError
 from meshnet_core.http_transport import HttpTransport
 from meshnet_core.ids import mint_boot_id
 from meshnet_core.membership import NodeInfo
@@ -33,10 +36,18 @@ from meshnet_node.shard_pool import LoadedShard, ShardPool
 SESSION_SHARE = 0.25  # of the memory that is free once the layers are loaded; several nodes may share a machine
 MIN_BODY, MAX_BODY = 16 * 2**20, 512 * 2**20  # bytes of a frame that a node reads, see `_body_limit`
 SWEEP_S = 5.0
+DRAIN_POLL_S = 0.05
+
+logger = logging.getLogger(__name__)
 
 
-async def serve(place: Place, shard: LoadedShard) -> None:
-    """Serve until SIGINT or SIGTERM; then leave the tracker, finish what is under way, and close."""
+async def serve(place: Place, shard: LoadedShard, limits: SessionLimits) -> None:
+    """Serve until SIGINT or SIGTERM, then drain; leave the tracker and close when no session is left, when the grace is
+    over, or when told once more.
+
+    Raises:
+        InvalidInputError: more bytes are asked for than the device has.
+    """
     clock, boot = SystemClock(), mint_boot_id()
     device = torch.device(shard.backend.device)
     version = f"{__version__} (torch {torch.__version__}, transformers {transformers.__version__})"
@@ -44,7 +55,7 @@ async def serve(place: Place, shard: LoadedShard) -> None:
     service = HopService(
         boot=boot,
         shards=ShardPool([shard]),
-        store=CacheStore(StoreLimits(budget_bytes=_session_budget(device)), clock),
+        store=CacheStore(_store_limits(device, limits), clock),
         lane=ForwardLane(),
         transport=transport,
         sample=sample,
@@ -74,7 +85,8 @@ async def serve(place: Place, shard: LoadedShard) -> None:
     app = torch_server.create_app(service, boot=boot, status=status, text_files=text_files, max_body=_body_limit(shard))
     client = TrackerClient(place.tracker)
     registration = Registration(client, describe)
-    stopped = serving.stop_event()
+    stops = serving.StopSignals()
+    stopped = stops.first
     async with AsyncExitStack() as closing:
         closing.push_async_callback(client.close)
         closing.push_async_callback(transport.close)
@@ -94,6 +106,31 @@ async def serve(place: Place, shard: LoadedShard) -> None:
             if place.api is not None:
                 print(f"api {serving.url_of(place.host, serving.port_of(place.api))}/v1", flush=True)
         await stopped.wait()
+        await _drain(service, registration, limits.drain_grace_s, stops.second)
+
+
+async def _drain(service: HopService, registration: Registration, grace_s: float, at_once: asyncio.Event) -> None:
+    """Take no new sessions, say so, and wait until those that are here have ended or moved."""
+    service.drain()
+    if not len(service.store) or grace_s <= 0:
+        return
+    logger.info(
+        "draining: %d sessions have %g s to end or to move; a second SIGTERM or Ctrl-C ends this node at once",
+        len(service.store), grace_s,
+    )  # fmt: skip
+    told = asyncio.create_task(registration.beat())  # at once, so that routes leave this node out
+    try:
+        async with asyncio.timeout(grace_s):
+            while len(service.store) and not at_once.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(at_once.wait(), DRAIN_POLL_S)
+    except TimeoutError:
+        logger.warning(
+            "drained for %g s; %d sessions are still here and will miss their state", grace_s, len(service.store)
+        )
+    finally:
+        told.cancel()
+        await asyncio.gather(told, return_exceptions=True)
 
 
 async def _sweep(store: CacheStore[HopSession]) -> None:
@@ -108,7 +145,17 @@ def _body_limit(shard: LoadedShard) -> int:
     return min(MAX_BODY, max(MIN_BODY, shard.max_positions * shard.backend.hidden_size * 4))
 
 
-def _session_budget(device: torch.device) -> int:
-    """Bytes for the state of all sessions: a share of what is free on the device that holds it."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return int(SESSION_SHARE * free)
+def _store_limits(device: torch.device, limits: SessionLimits) -> StoreLimits:
+    """What the store may hold; where no bytes are given, a share of what is free on the device that holds them."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
+    if limits.cache_bytes is not None and limits.cache_bytes > total:
+        raise InvalidInputError(
+            f"--cache-bytes {limits.cache_bytes} is more than the {total} bytes of {device.type} memory; "
+            f"{free} are free now"
+        )
+    budget = int(SESSION_SHARE * free) if limits.cache_bytes is None else limits.cache_bytes
+    return StoreLimits(budget_bytes=budget, max_sessions=limits.max_sessions, ttl_s=limits.session_ttl_s)

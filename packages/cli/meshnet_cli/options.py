@@ -45,6 +45,22 @@ Threads = Annotated[
     typer.Option("--threads", min=1, metavar="N", help="CPU threads of a node. [default: what torch chooses]"),
 ]
 
+CacheBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-bytes",
+        metavar="SIZE",
+        help="Memory for the state of all sessions of a node, such as 512M or 2GiB; 0 keeps none, which is slow.",
+        show_default="a quarter of what is free",
+    ),
+]
+MaxSessions = Annotated[
+    int, typer.Option("--max-sessions", min=1, metavar="N", help="Sessions that a node holds state of at once.")
+]
+SessionTtl = Annotated[
+    float, typer.Option("--session-ttl", metavar="SECONDS", help="How long a session may be unused before it goes.")
+]
+
 
 def port(what: str) -> Any:
     """A ``--port`` option for ``what``."""

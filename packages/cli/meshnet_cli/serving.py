@@ -181,6 +181,19 @@ def stop_event() -> asyncio.Event:
     return stopped
 
 
+class StopSignals:
+    """``first`` is set by the first SIGINT or SIGTERM, ``second`` by any further one; make it in the running loop."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._told)
+
+    def _told(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
 def leave_at_once() -> NoReturn:
     """End this process, which has closed all that is to be closed, with exit code 0.
 

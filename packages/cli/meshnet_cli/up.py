@@ -10,6 +10,7 @@ import typer
 
 from meshnet_cli import lifeline, options, splits
 from meshnet_cli.complaint import say
+from meshnet_cli.session_limits import DEFAULT_MAX_SESSIONS, DEFAULT_SESSION_TTL_S, SessionLimits
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.layer_range import LayerRange
 
@@ -36,12 +37,18 @@ def up(
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     device: options.Device = "auto",
     threads: options.Threads = None,
+    cache_bytes: options.CacheBytes = None,
+    max_sessions: options.MaxSessions = DEFAULT_MAX_SESSIONS,
+    session_ttl: options.SessionTtl = DEFAULT_SESSION_TTL_S,
 ) -> None:
     """Start a tracker, nodes and a gateway on this machine, and serve MODEL at /v1."""
     lifeline.hold_on()
+    # All nodes leave together, so that there is nowhere to move to.
+    limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace_s=0)
     stop_on_signals()
     try:
-        _up(model, nodes, split, port, ("--dtype", dtype.value, "--device", device), threads)
+        node_options = ("--dtype", dtype.value, "--device", device, *limits.arguments())
+        _up(model, nodes, split, port, node_options, threads)
     except StoppedError:
         say("stopped")
 
