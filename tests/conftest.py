@@ -1,0 +1,8 @@
+"""What holds for every test: the settings of whoever runs them do not reach in."""
+
+from __future__ import annotations
+
+import os
+
+for name in ("MESHNET_DEBUG", "MESHNET_LOG"):
+    os.environ.pop(name, None)
