@@ -29,6 +29,7 @@ from meshnet_gateway.generation import Generation, GenerationEngine, GenerationR
 from meshnet_node.cache_store import CacheStore, StoreLimits
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_service import HopService
+from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.sampler import sample
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.shard_pool import LoadedShard, ShardPool
@@ -61,6 +62,7 @@ class TinyMesh:
     clock: Clock
     down: set[str] = field(default_factory=set)
     slept: list[float] = field(default_factory=list)
+    backends: list[TorchModelShard] = field(default_factory=list)  # in the order in which nodes were added
 
     @property
     def urls(self) -> list[str]:
@@ -142,6 +144,7 @@ async def tiny_mesh(
     *,
     clock: Clock | None = None,
     limits: StoreLimits | None = None,
+    dtype: str = "float32",
 ) -> AsyncIterator[TinyMesh]:
     """One node for each of ``ranges`` (inclusive, as people type them), all of the model in ``folder``."""
     torch.set_num_threads(1)
@@ -149,7 +152,7 @@ async def tiny_mesh(
     mesh = TinyMesh(RecordingTransport(), {}, time)
     for index, layers in enumerate(ranges):
         url = f"http://node-{index}"
-        add_node(mesh, folder, url, layers, limits)
+        add_node(mesh, folder, url, layers, limits, dtype)
     try:
         yield mesh
     finally:
@@ -157,9 +160,12 @@ async def tiny_mesh(
             await service.close()
 
 
-def add_node(mesh: TinyMesh, folder: Path, url: str, layers: str, limits: StoreLimits | None = None) -> HopService:
+def add_node(
+    mesh: TinyMesh, folder: Path, url: str, layers: str, limits: StoreLimits | None = None, dtype: str = "float32"
+) -> HopService:
     """A node at ``url``; one that was there before is replaced, as by a restart."""
-    backend = load_shard(folder, LayerRange.parse(layers), dtype="float32", device="cpu")
+    backend = load_shard(folder, LayerRange.parse(layers), dtype=dtype, device="cpu")
+    mesh.backends.append(backend)
     shard = LoadedShard(backend, MODEL, FINGERPRINT, max_positions=512)
     service = HopService(
         boot=mint_boot_id(),

@@ -151,7 +151,7 @@ def next_action(failure: MeshnetError, node_id: str | None, history: History) ->
             # Whoever was blamed may be back, and is better than nobody.
             return Reroute(frozenset(), wait_s)
         case _:
-            return Fail(failure)
+            return Fail(_telling(failure, history))
 
 
 def _again(failure: HopUnreachableError | DeadlineError, node_id: str | None, history: History) -> Retry | Probe | None:
@@ -165,6 +165,12 @@ def _again(failure: HopUnreachableError | DeadlineError, node_id: str | None, hi
 
 
 def _telling(failure: MeshnetError, history: History) -> MeshnetError:
-    """Of all that failed in turn, what a client can understand: layers that lack, before a hop that is gone."""
-    lacking = [past for past in history.failures if isinstance(past, LayersUnavailableError)]
-    return lacking[-1] if lacking and isinstance(failure, HopUnreachableError | DeadlineError) else failure
+    """Of all that failed in turn, what tells a client the most.
+
+    Layers that nobody holds come before the hop whose death took them, and what a hop failed with before the want of a
+    route that leaves it out.
+    """
+    causes = HopFailedError if isinstance(failure, LayersUnavailableError) else LayersUnavailableError
+    if not isinstance(failure, LayersUnavailableError | HopUnreachableError | DeadlineError):
+        return failure
+    return next((past for past in reversed(history.failures) if isinstance(past, causes)), failure)

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 GROWTH_QUANTUM = MAX_CHUNK  # positions set aside beyond the prefill, so that a session seldom has to ask for room
 MAX_QUEUED_FRAMES = 4  # of one session at one hop; the sender waits beyond that
 EARLY_HOLD_S = 10.0  # how long a frame waits for the one before it
+RUN_DEADLINES = 2  # a frame may run for this many of its steps' deadlines: one that was busy is asked for once more
 DOWNSTREAM_MARGIN = 0.95  # of what is left of the deadline goes to the next hop, so that the hop that hung is blamed
 
 SampleFunction = Callable[[torch.Tensor, SamplingParams, Sequence[int], int, int], SampledToken]
@@ -121,7 +122,7 @@ class HopService:
                 run = await self._take_in(key, session, frame, arrived)
                 if not frame.sample and session.is_tail:
                     return FrameReply(frame.position + frame.seq_len, draining=self._if_draining(frame))
-                return await self._outcome_of(run, key, frame.epoch)
+                return await self._outcome_of(run, key, frame, arrived)
             except HopError as error:
                 if error.hop_index is None:
                     error.position = session.accepted
@@ -261,7 +262,8 @@ class HopService:
     ) -> FrameReply:
         """Run the frame on the own layers, then hand it on. Whatever goes wrong here costs the state."""
         try:
-            outcome = await self._run_own_layers(key, session, frame, deadline)
+            limit = arrived + RUN_DEADLINES * session.document.step_deadline_ms / 1000
+            outcome = await self._run_own_layers(key, session, frame, max(deadline, limit))
         except BaseException as error:
             self.store.drop_held(key, session, MissReason.FAILED)
             if isinstance(error, ForwardCancelledError):
@@ -270,7 +272,7 @@ class HopService:
         run = session.runs[frame_key]
         run.undelivered = outcome
         try:
-            return await self._deliver(session, frame, run, outcome, arrived, deadline)
+            return await self._deliver(session, frame, run, outcome, arrived, max(deadline, run.deadline))
         except BaseException:
             if session.state is None:  # no room was taken to keep what would be delivered again; a retry runs anew
                 session.runs.pop(frame_key, None)
@@ -304,7 +306,7 @@ class HopService:
             except TimeoutError as error:
                 raise DeadlineError(
                     f"layers {session.document.hop.layers} did not finish the frame at position {frame.position} in "
-                    f"{frame.deadline_ms} ms"
+                    f"{RUN_DEADLINES} deadlines of a step"
                 ) from error
         shard.measure(
             len(session.document.hop.layers),
@@ -365,6 +367,7 @@ class HopService:
 
     def _revive(self, session: HopSession, frame: Frame, run: Run, deadline: float) -> None:
         """A retry of a frame whose own part went well but whose delivery failed: only the delivery runs again."""
+        run.deadline = max(run.deadline, deadline)
         if not run.task.done() or run.undelivered is None or run.task.cancelled():
             return
         if isinstance(run.task.exception(), HopUnreachableError | DeadlineError):
@@ -372,12 +375,17 @@ class HopService:
             run.task = asyncio.create_task(delivery)
             self._keep(session, run.task)
 
-    async def _outcome_of(self, run: Run, key: SessionKey, epoch: int) -> FrameReply:
-        """Wait for a run without owning it: a caller that leaves does not take the run along."""
+    async def _outcome_of(self, run: Run, key: SessionKey, frame: Frame, arrived: float) -> FrameReply:
+        """Wait for a run without owning it: a caller that leaves, or whose time is up, does not take the run along.
+
+        So a frame that waited long for its turn is not lost: the identical one joins it.
+        """
         task = run.task
-        await asyncio.wait([task])
+        await asyncio.wait([task], timeout=max(0.0, arrived + frame.deadline_ms / 1000 - self._clock.now()))
+        if not task.done():
+            raise DeadlineError(f"the frame at position {frame.position} is not done after {frame.deadline_ms} ms")
         if task.cancelled():
-            raise self._gone(key, epoch)
+            raise self._gone(key, frame.epoch)
         return task.result()
 
     def _gone(self, key: SessionKey, epoch: int) -> CacheMissError:

@@ -56,6 +56,7 @@ class Run:
 
     task: asyncio.Task[FrameReply]
     undelivered: Outcome | None = None
+    deadline: float = 0.0  # the latest of those that its frame and retries of it came with
 
 
 @dataclass(slots=True, eq=False)  # one object is one session; comparing states would be slow and mean nothing
