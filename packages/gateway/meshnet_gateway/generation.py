@@ -11,10 +11,11 @@ a new epoch that prefills both again, as `recovery` decides. Knows no text and n
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.dtypes import wire_dtype
 from meshnet_core.errors import (
+    CacheFullError,
     CacheMissError,
     DeadlineError,
     DrainingError,
@@ -56,12 +58,14 @@ from meshnet_gateway.recovery import (
     Stateless,
     next_action,
 )
+from meshnet_gateway.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
 
 CHUNKS_IN_FLIGHT = 2  # one runs on the first hop while the one before it runs on the next
 REPLAYS_IN_FLIGHT = 4  # single positions are little work; a hop queues as many frames of one session
 RELEASE_TIMEOUT_S = 5.0
+MOVE_POLL_S = 1.0  # between two questions for a route without the nodes that drain
 PROBE_TIMEOUT_S = 1.0  # a probe takes no turn on a node's lane; one that does not answer it is hung or gone
 
 
@@ -118,6 +122,7 @@ class GenerationEngine:
         chunk: positions in one prefill frame, at most `MAX_CHUNK`.
         recovery: how lost state is made again, where a request does not say.
         sleep: waits, in seconds, before another attempt.
+        room: where generations wait until nodes have room for them; one of its own if not given.
     """
 
     def __init__(
@@ -130,6 +135,7 @@ class GenerationEngine:
         chunk: int = MAX_CHUNK,
         recovery: Replay = Replay.FAST,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        room: WaitingRoom | None = None,
     ) -> None:
         self.routes = routes
         self.transport = transport
@@ -139,6 +145,8 @@ class GenerationEngine:
         self.recovery = recovery
         self.blame = BlameMemory(clock)
         self.sleep = sleep
+        self.room = room or WaitingRoom(clock)
+        self.arrivals = itertools.count()
 
     def start(self, request: GenerationRequest) -> Generation:
         """A generation, with its session id minted; nothing happens before it is iterated."""
@@ -160,8 +168,11 @@ class Generation:
         self.finish_reason: str | None = None
         self._engine = engine
         self._request = request
+        self._arrival = next(engine.arrivals)
         self._answer: list[int] = []
         self._epoch = -1
+        self._route: Route | None = None
+        self._move_asked_at: float | None = None
         self._history = History(stateless=not request.cache, patience_s=engine.step_deadline_ms / 1000)
         self._failing_since: float | None = None
         self._boots: dict[str, str] = {}  # by node: who opened the newest epoch
@@ -183,7 +194,11 @@ class Generation:
         urls, self._urls = self._urls, set()
         if urls or self._leaving:
             # Shielded: a caller that is itself being cancelled must not leave state behind.
-            await asyncio.shield(asyncio.gather(self._release(urls), *self._leaving))
+            await asyncio.shield(asyncio.ensure_future(self._give_back(urls)))
+
+    async def _give_back(self, urls: set[str]) -> None:
+        await asyncio.gather(self._release(urls), *self._leaving)
+        self._engine.room.freed()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -196,20 +211,15 @@ class Generation:
                 "positions, prompt and answer together",
                 param="messages",
             )
-        route: Route | None = None
-        while True:
+        while self.finish_reason is None:
             try:
-                if route is None:
-                    route = await self._new_route(model)
-                async with aclosing(self._epoch_of(route, model)) as events:
+                async with aclosing(self._epoch_of(model)) as events:
                     async for event in events:
                         yield event
             except MeshnetError as failure:
-                route = await self._recover(failure, route)
-            else:
-                for hop in route.hops:
-                    self._engine.blame.forgive(hop.node_id)
-                return
+                self._route = await self._recover(failure, self._route)
+        for hop in self._route.hops if self._route is not None else ():
+            self._engine.blame.forgive(hop.node_id)
 
     async def _new_route(self, model: ModelSummary) -> Route:
         """A route without the nodes blamed here, and without those blamed lately by others unless it takes them."""
@@ -277,11 +287,10 @@ class Generation:
             if opened_by is not None and failure.boot is not None and failure.boot != opened_by:
                 failure.reason = MissReason.RESTARTED
 
-    async def _epoch_of(self, route: Route, model: ModelSummary) -> AsyncGenerator[Event]:
-        """One epoch: open, prefill what there is, decode until the end or a failure."""
-        self._epoch += 1
-        self._report.epoch_began(route, self._epoch, cached=not self._history.stateless)
-        await self._open(route, model)
+    async def _epoch_of(self, model: ModelSummary) -> AsyncGenerator[Event]:
+        """One epoch: open, prefill what there is, decode until the end, a failure, or the move to another route."""
+        route = await self._admit(model)
+        self._report.epoch_began(route, cached=not self._history.stateless)
         self._leave_hops_outside(route)
         if self._history.stateless:
             reply = await self._whole_sequence(route)
@@ -299,6 +308,8 @@ class Generation:
             yield token
             if len(self._answer) >= self._request.max_tokens or self._length >= model.max_positions:
                 self.finish_reason = "length"
+                return
+            if reply.draining and await self._may_move(reply.draining, route, model):
                 return
             reply = await (self._whole_sequence(route) if self._history.stateless else self._decode_step(route))
 
@@ -319,6 +330,58 @@ class Generation:
     @property
     def _length(self) -> int:
         return len(self._request.prompt_ids) + len(self._answer)
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    async def _admit(self, model: ModelSummary) -> Route:
+        """Open a new epoch in this generation's turn; the route that it is open on.
+
+        Raises:
+            NoRoomError: it waited in vain.
+            CacheFullError: it would wait in vain.
+            MeshnetError: something else is in the way, on `_route`.
+        """
+        if self._epoch >= 0 and self._engine.room.waiting:
+            # Nobody holds room on some hops while it waits for room on others: two could wait for each other.
+            self._release_behind(set(self._urls), self._epoch)
+        arrived = tried = self._engine.clock.now()
+        tries = 0
+
+        async def attempt() -> Route:
+            nonlocal tried, tries
+            tried = self._engine.clock.now()
+            if self._route is None:
+                self._route = await self._new_route(model)
+            elif tries:
+                with suppress(MeshnetError):  # the one there was is as good as none
+                    self._route = await self._new_route(model)
+            tries += 1
+            self._epoch += 1  # what a refused open left behind is over, so that each try is an epoch of its own
+            await self._open(self._route, model)
+            return self._route
+
+        try:
+            return await self._engine.room.admit(model.name, self._arrival, attempt)
+        finally:
+            self._report.waited(tried - arrived)
+
+    async def _may_move(self, draining: tuple[int, ...], route: Route, model: ModelSummary) -> bool:
+        """Whether there is a route without the hops that drain, taken then for the next epoch. Asked now and then."""
+        now = self._engine.clock.now()
+        if self._move_asked_at is not None and now < self._move_asked_at + MOVE_POLL_S:
+            return False
+        self._move_asked_at = now
+        nodes = [route.hops[index].node_id for index in draining if index < len(route.hops)]
+        excluded = self._history.excluded | frozenset(nodes)
+        try:
+            self._route = await self._engine.routes.route(model, excluded | self._engine.blame.excluded())
+        except MeshnetError:
+            return False  # it goes on where it is, for as long as that lasts
+        self._history = replace(self._history, excluded=excluded)
+        logger.info("session %s: %s about to leave -> %s", self.session, ", ".join(nodes), self._route)
+        for node_id in nodes:
+            self._report.failed(DrainingError("the node is about to leave"), "Reroute", node_id)
+        return True
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -351,7 +414,7 @@ class Generation:
             await self._release({hop.url for hop in route.hops} - silent, through_epoch=self._epoch)
             # no frame was sent that could be sent again
             self._history = replace(self._history, retries=MAX_RETRIES + BUSY_RETRIES)
-            raise errors[0]
+            raise min(errors, key=_hopefulness)
         self._boots |= {
             hop.node_id: reply.boot
             for hop, reply in zip(route.hops, replies, strict=True)
@@ -438,6 +501,11 @@ class Generation:
                 logger.info("session %s: no release at %s: %s", self.session, url, error)
 
         await asyncio.gather(*(one(url) for url in urls))
+
+
+def _hopefulness(error: BaseException) -> int:
+    """Of the refusals of several hops the least hopeful counts: to wait for room is of use if nothing else is wrong."""
+    return 0 if not isinstance(error, CacheFullError) else 1 if error.never else 2
 
 
 def _blamed(failure: MeshnetError, route: Route | None) -> str | None:

@@ -29,11 +29,12 @@ class GenerationReport:
         self._events: list[dict[str, Any]] = []
         self._last_reply: FrameReply | None = None
         self._epoch_steps = 0
+        self._waited_s = 0.0
 
-    def epoch_began(self, route: Route, epoch: int, *, cached: bool) -> None:
-        """A route was taken for a new epoch."""
+    def epoch_began(self, route: Route, *, cached: bool) -> None:
+        """All hops of a route have room for a new epoch."""
         self._route = route
-        self._epochs = epoch + 1
+        self._epochs += 1
         self._cached = cached
         self._epoch_steps = 0
 
@@ -46,6 +47,10 @@ class GenerationReport:
             if node_id is not None:
                 event["node"] = node_id
             self._events.append(event)
+
+    def waited(self, seconds: float) -> None:
+        """It took this long until nodes had room; 0.0 where they had it at once."""
+        self._waited_s += seconds
 
     def token(self, reply: FrameReply) -> None:
         """A step gave a token of the answer."""
@@ -67,6 +72,8 @@ class GenerationReport:
             ],
             "recoveries": self._events,
         }
+        if waited_s := round(self._waited_s, 3):
+            report["waited_s"] = waited_s
         if times:
             report["ttft_s"] = round(times[0] - self._began, 4)
         if len(times) > 1:

@@ -6,7 +6,9 @@ hop unreachable                      retry           probe, as below          fa
 deadline                             probe           busy: retry once more    fail
                                                      else: reroute without it
 draining                             reroute without the hop                  fail
-no room (429)                        wait            wait                     fail
+no room (429), of a frame            re-prefill, once there is room           fail
+no room, ever                        stateless                                fail
+no room, after waiting for it        fail: `waiting_room` has had its say
 exception in a forward               re-prefill      reroute without it       fail
 no route, once others were blamed    wait, with the blamed let in again       fail, with the layers that lack
 bad frame, protocol, too large, ...  fail: the same would happen again
@@ -31,6 +33,7 @@ from meshnet_core.errors import (
     MeshnetError,
     TrackerUnreachableError,
 )
+from meshnet_gateway.waiting_room import NoRoomError
 
 MAX_ATTEMPTS = 12  # failures in a row without a token between them
 MAX_RETRIES = 2  # of one frame: a route has more than one connection that can break
@@ -117,7 +120,7 @@ class History:
     patience_s: float = 60.0
 
 
-def next_action(failure: MeshnetError, node_id: str | None, history: History) -> Action:  # noqa: PLR0911 - one return a row
+def next_action(failure: MeshnetError, node_id: str | None, history: History) -> Action:  # noqa: C901, PLR0911 - one return a row
     """Decide what follows ``failure``.
 
     Args:
@@ -143,8 +146,12 @@ def next_action(failure: MeshnetError, node_id: str | None, history: History) ->
         case HopFailedError():
             failed_before = any(isinstance(past, HopFailedError) for past in history.failures)
             return Reroute(without, wait_s) if failed_before else RePrefill()
+        case NoRoomError():
+            return Fail(failure)
+        case CacheFullError(never=True):
+            return Fail(failure) if history.stateless else Stateless()
         case CacheFullError():
-            return RePrefill(wait_s)
+            return RePrefill()
         case LayersUnavailableError() | TrackerUnreachableError() if (
             history.failures and history.failing_s + wait_s < history.patience_s
         ):
