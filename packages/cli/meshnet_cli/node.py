@@ -1,4 +1,4 @@
-"""`meshnet node`: a range of layers of one model, loaded, served over HTTP and announced to a tracker."""
+"""`meshnet node`: ranges of layers of one model or several, served over HTTP and announced to a tracker."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import gc
 import os
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from meshnet_cli import lifeline, options, serving
-from meshnet_cli.progress import ProgressReporter, progress_reporter
+from meshnet_cli.node_shards import ShardChoice, load_pool
+from meshnet_cli.progress import progress_reporter
 from meshnet_cli.session_limits import (
     DEFAULT_DRAIN_GRACE_S,
     DEFAULT_MAX_SESSIONS,
@@ -22,11 +23,6 @@ from meshnet_cli.session_limits import (
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
 from meshnet_core.layer_range import LayerRange
-
-if TYPE_CHECKING:
-    from meshnet_node.shard_pool import LoadedShard
-
-UNBOUNDED_POSITIONS = 2**20  # for models that know no limit, such as recurrent ones: a session needs one
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,25 @@ def node(
     model: options.Model,
     layers: Annotated[str, typer.Option("--layers", metavar="FIRST-LAST", help="Which layers, such as 0-20.")],
     tracker: options.TrackerUrl,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            metavar="MODEL@FIRST-LAST",
+            help="One more shard to serve, of this model or another one; may be given several times.",
+        ),
+    ] = None,
+    max_loaded_shards: Annotated[
+        int | None,
+        typer.Option(
+            "--max-loaded-shards",
+            min=1,
+            metavar="N",
+            help="How many shards are in memory at once; the others are loaded when they are asked for, in place of "
+            "the one that was not used for longest.",
+            show_default="all of them",
+        ),
+    ] = None,
     host: options.Host = options.LOOPBACK,
     port: Annotated[
         int | None,
@@ -87,7 +102,7 @@ def node(
     """Hold some layers of MODEL and serve them to a mesh."""
     lifeline.hold_on()
     serving.set_up_logging()
-    wanted = LayerRange.parse(layers)
+    choices = [ShardChoice(model, LayerRange.parse(layers)), *map(ShardChoice.parse, also or ())]
     limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace)
     if advertise is not None and not advertise.startswith(("http://", "https://")):
         raise InvalidInputError(f"--advertise {advertise!r} is no address; write it like http://10.0.0.7:7410")
@@ -105,12 +120,12 @@ def node(
     with progress_reporter() as report:
         report("", "starting torch", 0, 1)
         _start_torch(threads)
-        shard = _load(model, wanted, dtype.value, device, report)
+        pool = load_pool(choices, max_loaded_shards, dtype.value, device, report)
     from meshnet_cli.node_process import serve
 
     gc.collect()
     gc.freeze()
-    asyncio.run(serve(place, shard, limits))
+    asyncio.run(serve(place, pool, limits))
     serving.leave_at_once()
 
 
@@ -147,32 +162,3 @@ def _start_torch(threads: int | None) -> None:
     gc.enable()
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-def _load(model: str, layers: LayerRange, dtype: str, device: str, report: ProgressReporter) -> LoadedShard:
-    """Resolve MODEL, convert what must be, and load the layers."""
-    import torch
-
-    from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
-    from meshnet_node.model_files import open_model
-    from meshnet_node.shard_loader import load_shard
-    from meshnet_node.shard_pool import LoadedShard
-
-    # What a GGUF is de-quantised to: as for a checkpoint in 16 bits. Safetensors stay as they are.
-    prepared = dtype_name(choose_dtype(dtype, choose_device(device), torch.bfloat16))
-    files = open_model(model)
-    folder = files.prepare(layers, dtype=prepared, progress=lambda what, done, total: report("", what, done, total))
-    backend = load_shard(
-        folder,
-        layers,
-        dtype=dtype,
-        device=device,
-        progress=lambda done, total: report("", f"loading layers {layers} of {files.name}", done, total),
-    )
-    return LoadedShard(
-        backend=backend,
-        model=files.name,
-        fingerprint=files.fingerprint,
-        max_positions=files.max_positions or backend.max_positions or UNBOUNDED_POSITIONS,
-        text_files=files.text_files(),
-    )

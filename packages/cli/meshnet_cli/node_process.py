@@ -1,4 +1,4 @@
-"""One node's process: its shard behind the hop service, served over HTTP and announced, until it is told to stop.
+"""One node's process: its shards behind the hop service, served over HTTP and announced, until it is told to stop.
 
 The composition alone; what each part does is in the node's own package. Importing it imports torch.
 """
@@ -31,7 +31,7 @@ from meshnet_node.hop_service import HopService
 from meshnet_node.hop_session import HopSession
 from meshnet_node.registration import Registration, RegistrationState
 from meshnet_node.sampler import sample
-from meshnet_node.shard_pool import LoadedShard, ShardPool
+from meshnet_node.shard_pool import ShardPool
 
 SESSION_SHARE = 0.25  # of the memory that is free once the layers are loaded; several nodes may share a machine
 MIN_BODY, MAX_BODY = 16 * 2**20, 512 * 2**20  # bytes of a frame that a node reads, see `_body_limit`
@@ -41,7 +41,7 @@ DRAIN_POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
 
-async def serve(place: Place, shard: LoadedShard, limits: SessionLimits) -> None:
+async def serve(place: Place, shards: ShardPool, limits: SessionLimits) -> None:
     """Serve until SIGINT or SIGTERM, then drain; leave the tracker and close when no session is left, when the grace is
     over, or when told once more.
 
@@ -49,13 +49,13 @@ async def serve(place: Place, shard: LoadedShard, limits: SessionLimits) -> None
         InvalidInputError: more bytes are asked for than the device has.
     """
     clock, boot = SystemClock(), mint_boot_id()
-    device = torch.device(shard.backend.device)
+    device = torch.device(next(offer.shard.backend.device for offer in shards if offer.shard is not None))
     version = f"{__version__} (torch {torch.__version__}, transformers {transformers.__version__})"
     transport = HttpTransport(clock)
     service = HopService(
         boot=boot,
-        shards=ShardPool([shard]),
-        store=CacheStore(_store_limits(device, limits), clock),
+        shards=shards,
+        store=CacheStore(_store_limits(device, limits, shards.bytes_to_come), clock),
         lane=ForwardLane(),
         transport=transport,
         sample=sample,
@@ -69,7 +69,7 @@ async def serve(place: Place, shard: LoadedShard, limits: SessionLimits) -> None
             boot=boot,
             version=version,
             device=device.type,
-            shards=tuple(loaded.info() for loaded in service.shards),
+            shards=tuple(offer.info() for offer in shards),
             sessions=len(service.store),
             state_bytes=sum(held.nbytes for held in service.store),
             queued=service.status()["queued"],
@@ -80,9 +80,11 @@ async def serve(place: Place, shard: LoadedShard, limits: SessionLimits) -> None
         return {"node": place.node_id, "url": place.url, "version": version, "device": str(device), **service.status()}
 
     def text_files(fingerprint: str) -> dict[str, bytes] | None:
-        return dict(shard.text_files) if fingerprint == shard.fingerprint else None
+        return next((dict(offer.text_files) for offer in shards if offer.known.fingerprint == fingerprint), None)
 
-    app = torch_server.create_app(service, boot=boot, status=status, text_files=text_files, max_body=_body_limit(shard))
+    app = torch_server.create_app(
+        service, boot=boot, status=status, text_files=text_files, max_body=_body_limit(shards)
+    )
     client = TrackerClient(place.tracker)
     registration = Registration(client, describe)
     stops = serving.StopSignals()
@@ -140,13 +142,15 @@ async def _sweep(store: CacheStore[HopSession]) -> None:
         store.sweep()
 
 
-def _body_limit(shard: LoadedShard) -> int:
+def _body_limit(shards: ShardPool) -> int:
     """Bytes of body to accept: on the stateless path a frame is a whole sequence, in float32 at most."""
-    return min(MAX_BODY, max(MIN_BODY, shard.max_positions * shard.backend.hidden_size * 4))
+    longest = max(offer.known.max_positions * offer.known.hidden_size * 4 for offer in shards)
+    return min(MAX_BODY, max(MIN_BODY, longest))
 
 
-def _store_limits(device: torch.device, limits: SessionLimits) -> StoreLimits:
-    """What the store may hold; where no bytes are given, a share of what is free on the device that holds them."""
+def _store_limits(device: torch.device, limits: SessionLimits, weights_to_come: int) -> StoreLimits:
+    """What the store may hold for all shards together; where no bytes are given, a share of what is free on the device
+    that holds them, once the largest shards that may be loaded together are."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
@@ -157,5 +161,5 @@ def _store_limits(device: torch.device, limits: SessionLimits) -> StoreLimits:
             f"--cache-bytes {limits.cache_bytes} is more than the {total} bytes of {device.type} memory; "
             f"{free} are free now"
         )
-    budget = int(SESSION_SHARE * free) if limits.cache_bytes is None else limits.cache_bytes
+    budget = int(SESSION_SHARE * max(0, free - weights_to_come)) if limits.cache_bytes is None else limits.cache_bytes
     return StoreLimits(budget_bytes=budget, max_sessions=limits.max_sessions, ttl_s=limits.session_ttl_s)

@@ -18,7 +18,7 @@ MAX_SHARDS = 1024  # of one node
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One loaded shard, as its node announces it.
+    """One shard that a node serves, as the node announces it.
 
     Attributes:
         model: name under which the model is served.
@@ -26,9 +26,10 @@ class ShardInfo:
         layers: what the shard holds.
         num_layers, hidden_size, max_positions: of the whole model.
         dtype: what it computes in.
-        weight_bytes: bytes of weights held.
+        weight_bytes: bytes of weights held; estimated while it is not loaded.
         decode_ms, prefill_ms: running means of measured milliseconds per layer for one decoded position, and per
             layer and position of prefill; None until measured.
+        loaded: whether it is in memory. One that is not is loaded when a session opens on it, which takes a while.
     """
 
     model: str
@@ -41,6 +42,7 @@ class ShardInfo:
     weight_bytes: int = 0
     decode_ms: float | None = None
     prefill_ms: float | None = None
+    loaded: bool = True
 
     def __post_init__(self) -> None:
         dtype_bytes(self.dtype)
@@ -60,6 +62,7 @@ class ShardInfo:
             "weight_bytes": self.weight_bytes,
             "decode_ms": self.decode_ms,
             "prefill_ms": self.prefill_ms,
+            "loaded": self.loaded,
         }
 
     @classmethod
@@ -82,6 +85,7 @@ class ShardInfo:
             weight_bytes=whole(document, "weight_bytes"),
             decode_ms=optional_number(document, "decode_ms", most=MAX_MS),
             prefill_ms=optional_number(document, "prefill_ms", most=MAX_MS),
+            loaded=flag(document, "loaded") if "loaded" in document else True,  # older nodes hold all they announce
         )
 
 
@@ -95,7 +99,7 @@ class NodeInfo:
         boot: boot id of this start.
         version: meshnet version; versions of torch and transformers follow it, for people to read.
         device: ``cpu``, ``cuda`` or ``mps``.
-        shards: what it has loaded.
+        shards: what it serves.
         sessions, state_bytes, queued: load at the time of the heartbeat.
         draining: takes no new sessions.
         protocol_min, protocol_max: wire protocols it speaks.

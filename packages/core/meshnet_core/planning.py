@@ -46,6 +46,9 @@ HOP_MS = 0.4
 # Frames that a newcomer finds ahead of it at a node, for each session there: a session of a route of two hops has its
 # frame at one of them about half of the time.
 FRAMES_PER_SESSION = 0.5
+# Milliseconds that a shard which is not loaded costs more for each step: some seconds of loading, shared by the hundred
+# steps of a short answer. So one that is loaded is preferred, unless it is far slower.
+UNLOADED_MS = 50.0
 
 _NS = 1_000_000  # costs are whole nanoseconds: sums do not depend on their order, and a tie is a tie
 
@@ -62,8 +65,9 @@ def plan_route(
 
     Its hops share one fingerprint and one wire protocol of ``protocols`` (ranges of protocols that meet pairwise have
     one in common), and none is draining or excluded. Cost, in milliseconds of one decode step: for each hop, ms per
-    layer times layers, plus the frames ahead of it times what the whole shard takes for one, plus `HOP_MS`. Equal
-    costs go to fewer hops, then to the lower node ids. One node may serve two hops through two shards.
+    layer times layers, plus the frames ahead of it times what the whole shard takes for one, plus `HOP_MS`, plus
+    `UNLOADED_MS` where the shard must be loaded first. Equal costs go to fewer hops, then to the lower node ids. One
+    node may serve two hops through two shards.
 
     Args:
         snapshot: the nodes.
@@ -117,7 +121,8 @@ class _Edge:
             ms = DEFAULT_DECODE_MS.get(node.device, DEFAULT_DECODE_MS["cpu"]) * dtype_bytes(shard.dtype) / 2
         rate = max(1, round(ms * _NS))
         frames_ahead = node.queued + FRAMES_PER_SESSION * node.sessions
-        return cls(rate, round(HOP_MS * _NS) + int(frames_ahead * rate * len(shard.layers)), offer)
+        hop_ms = HOP_MS if shard.loaded else HOP_MS + UNLOADED_MS
+        return cls(rate, round(hop_ms * _NS) + int(frames_ahead * rate * len(shard.layers)), offer)
 
     def beats(self, other: _Edge) -> bool:
         """Whether, with both ending at one boundary, this one is preferred from wherever the other could begin."""

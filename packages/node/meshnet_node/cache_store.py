@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -205,6 +205,16 @@ class CacheStore(Generic[H]):
         _, before = self._tombstones.get(_whole_session(session), (MissReason.RELEASED, -1))
         self._bury(_whole_session(session), MissReason.RELEASED, max(before, last))
         return len(keys)
+
+    def evict_idle(self, wanted: Callable[[H], bool]) -> bool:
+        """Evict the entries that are ``wanted``, if none of them is leased or running. Returns whether that is so."""
+        running_since = self._clock.now() - self.limits.running_s
+        named = {key: entry for key, entry in self._entries.items() if wanted(entry.held)}
+        if any(entry.leases or entry.used_at > running_since for entry in named.values()):
+            return False
+        for key in named:
+            self.drop(key, MissReason.EVICTED)
+        return True
 
     def sweep(self) -> int:
         """Drop what was idle for longer than the time to live. Returns how many."""

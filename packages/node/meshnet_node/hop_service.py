@@ -23,6 +23,7 @@ import torch
 from meshnet_core.clock import Clock
 from meshnet_core.errors import (
     BadFrameError,
+    CacheFullError,
     CacheMissError,
     DeadlineError,
     DrainingError,
@@ -34,6 +35,7 @@ from meshnet_core.errors import (
     UnsupportedModelError,
 )
 from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming, Phase
+from meshnet_core.membership import ShardInfo
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.transport import HopTransport
@@ -41,7 +43,7 @@ from meshnet_node.cache_store import CacheStore, SessionKey
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_session import FrameKey, HopSession, Outcome, Run
 from meshnet_node.model_backend import ForwardCancelledError, ShardResult, ShardWork
-from meshnet_node.shard_pool import LoadedShard, ShardPool
+from meshnet_node.shard_pool import ShardLease, ShardPool
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ class HopService:
 
     Args:
         boot: boot id of this process.
-        shards: what is loaded.
+        shards: what is offered, and loaded where sessions ask for it.
         store: where sessions are kept, shared by all shards.
         lane: runs the frames.
         transport: reaches the next hops.
@@ -103,13 +105,12 @@ class HopService:
                 return OpenReply(self.boot, self._reserve(known[0]))
             if self.draining and known is None:  # one that is here goes on, in a newer epoch too
                 raise DrainingError("this node is draining and takes no new sessions")
-            shard = self.shards.find(document.route.fingerprint, document.hop.layers)
-            self._check_terms(document, shard)
-            state = shard.backend.new_state(document.hop.layers.start) if document.cache else None
-            session = HopSession(document, shard, state, history=list(document.history))
-            reserve = self._reserve(session)
-            self.store.admit(key, document.epoch, session, reserve)
-            return OpenReply(self.boot, reserve)
+            lease = await self._lease_shard(document, in_use=known is not None)
+            try:
+                return self._admit(key, document, lease)
+            except BaseException:
+                lease.end()
+                raise
 
     async def forward(self, frame: Frame) -> FrameReply:
         """Run a frame here and on the hops after this one."""
@@ -161,6 +162,10 @@ class HopService:
             "dropped": self._dropped(),
             "misses": {reason.value: count for reason, count in sorted(self.misses.items())},
             "drains": self.drains,
+            "loaded_shards": self.shards.loaded,
+            "max_loaded_shards": self.shards.max_loaded,
+            "shard_loads": self.shards.loads,
+            "shard_drops": self.shards.drops,
             "shards": [shard.info().to_wire() for shard in self.shards],
             "running": [held.summary() for held in self.store],
             "recent": list(self.recent),
@@ -180,10 +185,47 @@ class HopService:
             self.store.release(held.document.session)
         for task in list(self._background):
             task.cancel()
+        await self.shards.close()
         await asyncio.gather(*self._background, return_exceptions=True)
         await asyncio.to_thread(self._lane.close)
 
     # -- open ---------------------------------------------------------------------------------------------------------
+
+    async def _lease_shard(self, document: OpenDocument, *, in_use: bool) -> ShardLease:
+        """The shard that the session will run on, loaded if need be; nothing is loaded for terms that cannot be met."""
+        self._check_terms(document, self.shards.find(document.route.fingerprint, document.hop.layers).known)
+        own = [hop.layers for hop in document.route.hops if hop.node_id == document.hop.node_id]
+        if (needed := self.shards.count(document.route.fingerprint, own)) > self.shards.max_loaded:
+            raise CacheFullError(
+                f"the route needs {needed} shards of this node at once, which loads {self.shards.max_loaded}; "
+                "raise its --max-loaded-shards",
+                never=True,
+            )
+        return await self.shards.acquire(
+            document.route.fingerprint,
+            document.hop.layers,
+            wait_s=document.step_deadline_ms / 1000 * DOWNSTREAM_MARGIN,
+            make_idle=lambda shard: self.store.evict_idle(lambda held: held.shard is shard),
+            in_use=in_use,
+        )
+
+    def _admit(self, key: SessionKey, document: OpenDocument, lease: ShardLease) -> OpenReply:
+        """Take the session in; loading may have taken a while, and a twin of this call or a drain overtaken it."""
+        known = self.store.find(key)
+        if known is not None and known[0].document == document:
+            lease.end()
+            return OpenReply(self.boot, self._reserve(known[0]))
+        if self.draining and known is None:
+            raise DrainingError("this node is draining and takes no new sessions")
+        backend = lease.shard.backend
+        wrong = next((token for token in document.history if not 0 <= token < backend.vocab_size), None)
+        if wrong is not None:
+            raise BadFrameError(f"token id {wrong} lies outside the vocabulary of {backend.vocab_size}")
+        state = backend.new_state(document.hop.layers.start) if document.cache else None
+        session = HopSession(document, lease, state, history=list(document.history))
+        reserve = self._reserve(session)
+        self.store.admit(key, document.epoch, session, reserve)
+        return OpenReply(self.boot, reserve)
 
     @staticmethod
     def _reserve(session: HopSession) -> int:
@@ -191,12 +233,12 @@ class HopService:
         document = session.document
         return session.room(min(document.prefill_length + GROWTH_QUANTUM, document.expected_length))
 
-    def _check_terms(self, document: OpenDocument, shard: LoadedShard) -> None:
-        backend = shard.backend
-        if document.hidden_size != backend.hidden_size:
-            raise BadFrameError(f"hidden size {document.hidden_size} asked for, the model has {backend.hidden_size}")
-        if document.route.num_layers != backend.num_layers:
-            raise BadFrameError(f"{document.route.num_layers} layers asked for, the model has {backend.num_layers}")
+    @staticmethod
+    def _check_terms(document: OpenDocument, shard: ShardInfo) -> None:
+        if document.hidden_size != shard.hidden_size:
+            raise BadFrameError(f"hidden size {document.hidden_size} asked for, the model has {shard.hidden_size}")
+        if document.route.num_layers != shard.num_layers:
+            raise BadFrameError(f"{document.route.num_layers} layers asked for, the model has {shard.num_layers}")
         if document.expected_length > shard.max_positions:
             raise BadFrameError(
                 f"the session may come to {document.expected_length} positions, the model takes {shard.max_positions}"
@@ -206,9 +248,6 @@ class HopService:
                 f"the tail needs the {document.prefill_length} token ids before its first token, "
                 f"not {len(document.history)}"
             )
-        wrong = next((token for token in document.history if not 0 <= token < backend.vocab_size), None)
-        if wrong is not None:
-            raise BadFrameError(f"token id {wrong} lies outside the vocabulary of {backend.vocab_size}")
 
     # -- forward ------------------------------------------------------------------------------------------------------
 

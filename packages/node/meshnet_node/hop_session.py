@@ -19,7 +19,7 @@ from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming, Phase
 from meshnet_core.open_document import OpenDocument
 from meshnet_core.sampling import SampledToken
 from meshnet_node.session_state import SessionState
-from meshnet_node.shard_pool import LoadedShard
+from meshnet_node.shard_pool import LoadedShard, ShardLease
 
 KEPT_RUNS = 4  # frames that a retry may still ask for: as many as may be in flight at once
 MEASURE_EVERY = 32  # positions
@@ -65,7 +65,7 @@ class HopSession:
 
     Attributes:
         document: the terms.
-        shard: the shard it runs on.
+        lease: on the shard it runs on; it ends when the session leaves the store.
         state: None on the stateless path.
         accepted: positions taken in so far, queued ones included; the next frame's position.
         history: at the tail, prompt and answer token ids; grows with each token sampled.
@@ -75,7 +75,7 @@ class HopSession:
     """
 
     document: OpenDocument
-    shard: LoadedShard
+    lease: ShardLease
     state: SessionState | None
     accepted: int = 0
     history: list[int] = field(default_factory=list)
@@ -87,6 +87,11 @@ class HopSession:
     _measured: int = 0
     _measured_at: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def shard(self) -> LoadedShard:
+        """The shard it runs on."""
+        return self.lease.shard
 
     @property
     def nbytes(self) -> int:
@@ -131,6 +136,7 @@ class HopSession:
         self._cancelled.set()
         for run in self.runs.values():
             run.task.cancel()
+        self.lease.end()
         self.announce()
 
     def announce(self) -> None:

@@ -26,6 +26,7 @@ from meshnet_core.errors import (
 )
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.device_choice import DTYPES, dtype_name
+from meshnet_node.device_memory import give_back
 from meshnet_node.family_support import Family
 from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.session_state import SessionState, walk_tensors
@@ -134,6 +135,13 @@ class ShardBackend(Protocol):
         """Upper bound of the rest: conv and recurrent states, and full sliding windows."""
         ...
 
+    def close(self) -> None:
+        """Give the weights' memory back, once the frame that runs has finished; frames that come later fail.
+
+        From any thread; idempotent.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _LayerCost:
@@ -173,6 +181,8 @@ class TorchModelShard:
         self._family = family
         self._views: dict[int, LayerView] = {}
         self._views_lock = threading.Lock()
+        self._running = threading.Lock()
+        self._closed = False
         self._costs = self._measure_state()
 
     @property
@@ -195,7 +205,8 @@ class TorchModelShard:
         results: list[ShardResult | Exception] = []
         for work in works:
             try:
-                results.append(self._forward_one(work))
+                with self._running:
+                    results.append(self._forward_one(work))
             except (MeshnetError, ForwardCancelledError) as error:
                 results.append(error)
             except Exception as error:  # noqa: BLE001 - one frame's failure must not reach its neighbours
@@ -212,9 +223,26 @@ class TorchModelShard:
         """See :class:`ShardBackend`."""
         return sum(cost.fixed + cost.per_position * (cost.window or 0) for cost in self._costs_from(start))
 
+    def close(self) -> None:
+        """See :class:`ShardBackend`.
+
+        The tensors are taken out of the modules: those refer to one another in circles, and a node has frozen some of
+        them against the garbage collector, so that letting go of the model alone might free nothing.
+        """
+        with self._running, self._views_lock:
+            self._closed = True
+            for model in (self._model, *(view.model for view in self._views.values())):
+                for module in model.modules():
+                    module._parameters.clear()
+                    module._buffers.clear()
+            self._views.clear()
+        give_back(self._device)
+
     @torch.inference_mode()
     def _forward_one(self, work: ShardWork) -> ShardResult:
         began = time.perf_counter()
+        if self._closed:
+            raise HopFailedError(f"layers {self.layers} were unloaded before the frame ran")
         self._check(work)
         inputs = self._read(work)
         view = self._view(work.start)
@@ -285,6 +313,8 @@ class TorchModelShard:
 
     def _view(self, start: int) -> LayerView:
         with self._views_lock:
+            if self._closed:
+                raise HopFailedError(f"layers {self.layers} were unloaded")
             if start not in self._views:
                 if start not in self.layers:
                     raise InvalidInputError(f"effective start {start} lies outside this shard's layers {self.layers}")

@@ -18,6 +18,7 @@ _GAUGES = {
     "budget_bytes": "Bytes of session state that the node may hold.",
     "max_sessions": "Sessions that the node may hold state of.",
     "queued": "Frames waiting for a forward lane.",
+    "loaded_shards": "Shards in memory, or on their way there.",
     "draining": "1 while the node takes no new sessions because it is about to leave.",
 }
 # Counts by reason, in the same way.

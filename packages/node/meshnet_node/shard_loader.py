@@ -9,6 +9,7 @@ before they get here.
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 from collections import defaultdict
@@ -36,8 +37,8 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from meshnet_core.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.checkpoint_reader import CheckpointReader, LazyTensor, StoredTensor
-from meshnet_node.device_choice import choose_device, choose_dtype
-from meshnet_node.family_support import family_of, text_config_of
+from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
+from meshnet_node.family_support import Family, family_of, text_config_of
 from meshnet_node.layer_slicing import prune
 from meshnet_node.model_backend import TorchModelShard
 
@@ -87,6 +88,11 @@ def load_shard(
         UnsupportedModelError: by name and reason.
         InvalidInputError: a range past the model's end, an unknown dtype or device, a broken file.
     """
+    return plan_shard(folder, layers, dtype=dtype, device=device).load(progress)
+
+
+def plan_shard(folder: Path, layers: LayerRange, *, dtype: str = "auto", device: str = "auto") -> ShardPlan:
+    """What :func:`load_shard` would load, without reading a tensor; arguments and errors are its own."""
     config = read_config(folder)
     if layers.stop > config.num_hidden_layers:
         raise InvalidInputError(
@@ -98,12 +104,50 @@ def load_shard(
     on = choose_device(device)
     model = _empty_model(config, choose_dtype(dtype, on, checkpoint.float_dtype()))
     prune(model, layers, family)
-    _fill(model, checkpoint, on, layers, progress or (lambda done, total: None))
-    if layers.start > 0:
-        base: Any = model.base_model
-        base.set_input_embeddings(nn.Identity())  # a tied tail's matrix lives on in its output projection
-    model.train(mode=False).requires_grad_(requires_grad=False)
-    return TorchModelShard(model, layers, family)
+    return ShardPlan(folder, layers, family, on, model)
+
+
+class ShardPlan:
+    """A shard that can be loaded, again and again: its model, pruned, on the meta device, where it takes no memory.
+
+    Building that model changes torch's default dtype for the whole process while it lasts, so it is done here, once;
+    loading leaves alone what other threads see.
+
+    Attributes:
+        layers: what it will hold.
+        num_layers, hidden_size: of the whole model.
+        max_positions: likewise; None where its config does not say.
+        dtype: what it will compute in, by name.
+        device: where.
+        weight_bytes: bytes of weights that it will hold, to within a few that a family keeps wider.
+    """
+
+    def __init__(
+        self, folder: Path, layers: LayerRange, family: Family, device: torch.device, model: PreTrainedModel
+    ) -> None:
+        config = model.config
+        self.layers = layers
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.dtype = dtype_name(model.dtype)
+        self.device = device
+        self.weight_bytes = sum(
+            parameter.nbytes for name, parameter in model.named_parameters() if name not in model.all_tied_weights_keys
+        )
+        self._folder = folder
+        self._family = family
+        self._model = model
+
+    def load(self, progress: Progress | None = None) -> TorchModelShard:
+        """Read the tensors and hold them; errors are those of :func:`load_shard`."""
+        layers, model = self.layers, copy.deepcopy(self._model)
+        _fill(model, CheckpointReader(self._folder), self.device, layers, progress or (lambda done, total: None))
+        if layers.start > 0:
+            base: Any = model.base_model
+            base.set_input_embeddings(nn.Identity())  # a tied tail's matrix lives on in its output projection
+        model.train(mode=False).requires_grad_(requires_grad=False)
+        return TorchModelShard(model, layers, self._family)
 
 
 def _empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

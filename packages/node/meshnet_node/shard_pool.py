@@ -1,99 +1,406 @@
-"""The shards a node has loaded, with what was measured of them. Knows no sessions."""
+"""The shards that a node offers, of which at most so many are loaded at once.
+
+A session leases the shard that it runs on. One that is not loaded is loaded when it is asked for, in a thread, once for
+all who wait for it; the least recently used one that nobody leases is dropped before. A leased shard is never dropped.
+Where all are leased, those who want another one get in line: loaded shards that were there longest then take no more
+sessions, and so become free, so that no shard is kept out by a stream of newcomers to the others. Knows sessions by
+their leases alone, and no tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
-from meshnet_core.errors import CacheMissError, MissReason
+from meshnet_core.clock import Clock, SystemClock
+from meshnet_core.errors import CacheFullError, CacheMissError, HopFailedError, InvalidInputError, MissReason
 from meshnet_core.layer_range import LayerRange
-from meshnet_core.membership import ShardInfo
-from meshnet_node.model_backend import ShardBackend
+from meshnet_node.offered_shard import LoadedShard, OfferedShard, RunningMean
+
+__all__ = ["LoadedShard", "OfferedShard", "RunningMean", "ShardLease", "ShardPool"]
+
+logger = logging.getLogger(__name__)
+
+BUSY_WAIT_S = 1.0  # for a shard to become free; longer waits are the gateway's, which holds no room meanwhile
+IN_LINE_S = 5.0  # a place in line is kept for one who was refused; gateways come back within a few seconds
+TURN_S = 5.0  # a shard that was loaded takes new sessions at least so long
+FAILURE_HOLD_S = 10.0  # what could not be loaded is not tried again, at the cost of others, before this is over
+MEMORY_HOLD_S = 0.5  # likewise, where memory was short because of others
 
 
-@dataclass(slots=True)
-class RunningMean:
-    """Exponentially weighted mean of a measurement; None until the first."""
+class ShardLease:
+    """One session's hold on a loaded shard; the shard stays loaded until it ends."""
 
-    weight: float = 0.1
-    value: float | None = None
+    def __init__(self, shard: LoadedShard, end: Callable[[], None]) -> None:
+        self.shard = shard
+        self._end: Callable[[], None] | None = end
 
-    def add(self, sample: float) -> None:
-        self.value = sample if self.value is None else self.value + self.weight * (sample - self.value)
+    def end(self) -> None:
+        """Let go of the shard; idempotent. Call it from the pool's event loop."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
 
 
-@dataclass(slots=True)
-class LoadedShard:
-    """One loaded shard: the backend that runs it, what it belongs to, and its measured speed.
+@dataclass(slots=True, eq=False)
+class _Place:
+    """What the pool knows of one offered shard."""
 
-    Attributes:
-        backend: runs its frames.
-        model: name under which the model is served.
-        fingerprint: of the model's contents.
-        max_positions: the longest sequence the model takes.
-        text_files: what a gateway needs to turn text into tokens, by file name.
-        decode_ms: milliseconds per layer for one decoded position.
-        prefill_ms: milliseconds per layer and position of prefill.
-    """
+    offer: OfferedShard
+    leases: int = 0
+    waiting: int = 0  # of those who ask for it
+    fresh: bool = False  # nobody has leased it since it was loaded
+    used: int = 0  # counts up: the higher, the more recently
+    loaded_at: float = 0.0
+    loading: asyncio.Task[None] | None = None
+    progress: tuple[int, int] = (0, 1)
+    failed: tuple[float, HopFailedError | CacheFullError] | None = None  # until when it is not tried again
 
-    backend: ShardBackend
-    model: str
-    fingerprint: str
-    max_positions: int
-    text_files: Mapping[str, bytes] = field(default_factory=dict)
-    decode_ms: RunningMean = field(default_factory=RunningMean)
-    prefill_ms: RunningMean = field(default_factory=RunningMean)
-
-    def info(self) -> ShardInfo:
-        """As it is announced."""
-        return ShardInfo(
-            model=self.model,
-            fingerprint=self.fingerprint,
-            layers=self.backend.layers,
-            num_layers=self.backend.num_layers,
-            hidden_size=self.backend.hidden_size,
-            max_positions=self.max_positions,
-            dtype=self.backend.dtype,
-            weight_bytes=self.backend.weight_bytes,
-            decode_ms=self.decode_ms.value,
-            prefill_ms=self.prefill_ms.value,
-        )
-
-    def measure(self, layers: int, positions: int, decode: bool, forward_s: float) -> None:
-        """Take in how long ``layers`` layers took over ``positions`` positions."""
-        if decode:
-            self.decode_ms.add(1000 * forward_s / layers)
-        else:
-            self.prefill_ms.add(1000 * forward_s / layers / positions)
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be dropped: not while it is leased, nor before those for whom it was loaded have it."""
+        droppable = self.offer.shard is not None and self.offer.load is not None
+        return droppable and not self.leases and not (self.fresh and self.waiting)
 
 
 class ShardPool:
-    """Finds the shard that a hop is meant for."""
+    """Not thread-safe: one event loop owns it, but for `load_first`, which runs before there is one.
 
-    def __init__(self, shards: Iterable[LoadedShard] = ()) -> None:
-        self._shards = list(shards)
+    Args:
+        shards: what the node offers; a `LoadedShard` is held for good.
+        max_loaded: how many may be loaded at once; all of them if not given.
+        clock: for places in line.
+        free_bytes: memory that a shard may take now; not looked at if not given.
+    """
 
-    def __iter__(self) -> Iterator[LoadedShard]:
-        return iter(self._shards)
+    def __init__(
+        self,
+        shards: Iterable[OfferedShard | LoadedShard] = (),
+        *,
+        max_loaded: int | None = None,
+        clock: Clock | None = None,
+        free_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        offers = [OfferedShard.held(shard) if isinstance(shard, LoadedShard) else shard for shard in shards]
+        self.max_loaded = len(offers) if max_loaded is None else max_loaded
+        self.loads = self.drops = 0
+        self._places = [_Place(offer) for offer in offers]
+        self._clock = clock or SystemClock()
+        self._free_bytes = free_bytes
+        self._line: dict[_Place, float] = {}  # who waits for a shard to be dropped, first come first, and until when
+        self._uses = 0
+        self._changed = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+        self._closed = False
+        held = sum(offer.load is None for offer in offers)
+        if offers and self.max_loaded < max(1, held + (held < len(offers))):
+            raise InvalidInputError(f"{self.max_loaded} loaded shards are too few; the node needs at least 1")
 
-    def find(self, fingerprint: str, layers: LayerRange) -> LoadedShard:
-        """The shard whose end is ``layers``' end and that holds its start.
+    def __iter__(self) -> Iterator[OfferedShard]:
+        return iter([place.offer for place in self._places])
+
+    @property
+    def loaded(self) -> int:
+        """How many shards are in memory, or on their way there."""
+        return sum(place.offer.shard is not None or place.loading is not None for place in self._places)
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Bytes of weights by which the largest shards that may be loaded together exceed those that are loaded."""
+        largest = sorted((place.offer.weight_bytes for place in self._places), reverse=True)[: self.max_loaded]
+        held = sum(place.offer.weight_bytes for place in self._places if place.offer.shard is not None)
+        return max(0, sum(largest) - held)
+
+    def load_first(self, progress: Callable[[OfferedShard, int, int], None]) -> None:
+        """Load as many shards as may be loaded, in the order given; blocks. For the start of a node.
+
+        Raises:
+            InvalidInputError: the largest shards that may be loaded together do not fit into memory.
+            Exception: whatever a loader raises.
+        """
+        self._check_fits()
+        for place in self._places[: self.max_loaded]:
+            offer = place.offer
+            if offer.shard is None and offer.load is not None:
+                progress(offer, 0, 1)
+                self._loaded(place, offer.loaded_with(offer.load(partial(progress, offer))))
+
+    def find(self, fingerprint: str, layers: LayerRange) -> OfferedShard:
+        """The shard whose end is ``layers``' end and that holds its start; of several a loaded one, then the smallest.
 
         Raises:
             CacheMissError: no shard of that model here, or none with that range.
         """
-        same_model = [shard for shard in self._shards if shard.fingerprint == fingerprint]
+        return self._find(fingerprint, layers).offer
+
+    def count(self, fingerprint: str, ranges: Iterable[LayerRange]) -> int:
+        """How many different shards `find` gives for these ranges; what is not here is passed over."""
+        found = set()
+        for layers in ranges:
+            with suppress(CacheMissError):
+                found.add(self._find(fingerprint, layers))
+        return len(found)
+
+    async def acquire(
+        self,
+        fingerprint: str,
+        layers: LayerRange,
+        *,
+        wait_s: float,
+        make_idle: Callable[[LoadedShard], bool] = lambda shard: False,
+        in_use: bool = False,
+    ) -> ShardLease:
+        """A lease on the shard for ``layers``, which is loaded first if it is not.
+
+        Args:
+            fingerprint, layers: see `find`.
+            wait_s: how long to wait for it to be loaded.
+            make_idle: asked, where all loaded shards are leased, to end the leases of one; says whether it did.
+            in_use: the session runs on that shard already, and need not get in line.
+
+        Raises:
+            CacheMissError: see `find`.
+            CacheFullError: not loaded in time, or all loaded shards are in use.
+            HopFailedError: it could not be loaded.
+        """
+        place = self._find(fingerprint, layers)
+        now = self._clock.now()
+        give_up, busy_until = now + wait_s, now + min(wait_s, BUSY_WAIT_S)
+        place.waiting += 1
+        try:
+            while place.offer.shard is None or not (in_use or self._takes_sessions(place)):
+                if place.offer.shard is None and place.loading is None:
+                    self._check_not_failed(place)
+                    self._begin_to_load(place, make_idle)
+                if place.offer.shard is not None or place.loading is None:
+                    self._get_in_line(place)
+                until = give_up if place.loading is not None else busy_until
+                if self._clock.now() >= until or not await self._change(until):
+                    raise CacheFullError(self._why_not(place))
+        finally:
+            place.waiting -= 1
+            self._announce()
+        return self._lease(place, place.offer.shard)
+
+    async def close(self) -> None:
+        """Stop what is being loaded."""
+        self._closed = True
+        tasks = [place.loading for place in self._places if place.loading is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def _lease(self, place: _Place, shard: LoadedShard) -> ShardLease:
+        self._line.pop(place, None)
+        place.leases += 1
+        place.fresh = False
+        self._use(place)
+
+        def end() -> None:
+            place.leases -= 1
+            self._use(place)
+            self._announce()
+
+        return ShardLease(shard, end)
+
+    def _use(self, place: _Place) -> None:
+        self._uses += 1
+        place.used = self._uses
+
+    def _find(self, fingerprint: str, layers: LayerRange) -> _Place:
+        same_model = [place for place in self._places if place.offer.known.fingerprint == fingerprint]
         if not same_model:
             raise CacheMissError(
-                f"no shard of the model with fingerprint {fingerprint[:12]} is loaded here",
+                f"no shard of the model with fingerprint {fingerprint[:12]} is served here",
                 reason=MissReason.MODEL_MISMATCH,
             )
-        for shard in same_model:
-            held = shard.backend.layers
-            if held.stop == layers.stop and layers.start in held:
-                return shard
-        held_ranges = ", ".join(str(shard.backend.layers) for shard in same_model)
-        raise CacheMissError(
-            f"layers {layers} asked for, {held_ranges} held; a hop runs from its start to a shard's end",
-            reason=MissReason.RANGE_MISMATCH,
-        )
+        fit = [p for p in same_model if p.offer.layers.stop == layers.stop and layers.start in p.offer.layers]
+        if not fit:
+            held_ranges = ", ".join(str(place.offer.layers) for place in same_model)
+            raise CacheMissError(
+                f"layers {layers} asked for, {held_ranges} held; a hop runs from its start to a shard's end",
+                reason=MissReason.RANGE_MISMATCH,
+            )
+        return min(fit, key=lambda place: (place.offer.shard is None, len(place.offer.layers)))
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def _get_in_line(self, place: _Place) -> None:
+        """Keep a place in line, or the one that it has."""
+        self._line[place] = self._clock.now() + IN_LINE_S
+
+    def _in_line(self) -> list[_Place]:
+        now = self._clock.now()
+        self._line = {place: until for place, until in self._line.items() if until > now}
+        return list(self._line)
+
+    def _takes_sessions(self, place: _Place) -> bool:
+        """Whether a loaded shard takes a newcomer, or has to become free for one that waits in line."""
+        if place.fresh or place.offer.load is None:
+            return True
+        waiting = sum(p.offer.shard is None and p.loading is None for p in self._in_line())
+        others_idle = sum(p.is_idle for p in self._places if p is not place)
+        wanted = waiting - (self.max_loaded - self.loaded) - others_idle
+        if wanted <= 0:
+            return True
+        due = self._clock.now() - TURN_S
+        loaded = [p for p in self._places if p.offer.shard is not None and p.offer.load is not None]
+        busy = [p for p in loaded if p is place or not p.is_idle]
+        outgoing = sorted((p for p in busy if p.loaded_at <= due), key=lambda p: p.loaded_at)[:wanted]
+        return place not in outgoing
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _begin_to_load(self, place: _Place, make_idle: Callable[[LoadedShard], bool]) -> None:
+        """Start to load it if it is its turn and there is a place for it, if need be that of an idle one."""
+        line = self._in_line()
+        before = sum(p is not place and p.offer.shard is None and p.loading is None for p in _until(line, place))
+        needed = before + 1 - (self.max_loaded - self.loaded)
+        if needed > 0 and not before:
+            self._make_idle(needed, make_idle)
+        idle = sorted((p for p in self._places if p.is_idle), key=lambda p: p.used)
+        if needed > len(idle) or self._closed:
+            return
+        victims = idle[: max(0, 1 - (self.max_loaded - self.loaded))]
+        dropped = [self._take_out(victim) for victim in victims]
+        self._line.pop(place, None)
+        place.progress = (0, 1)
+        place.loading = asyncio.create_task(self._swap(dropped, place), name=f"load {place.offer}")
+
+    def _make_idle(self, needed: int, make_idle: Callable[[LoadedShard], bool]) -> None:
+        for place in sorted(self._places, key=lambda p: p.used):
+            if sum(p.is_idle for p in self._places) >= needed:
+                return
+            if place.leases and place.offer.load is not None and place.offer.shard is not None:
+                make_idle(place.offer.shard)
+
+    async def _swap(self, dropped: list[LoadedShard], place: _Place) -> None:
+        """Free what was dropped, then load; one at a time, so that what is free is known."""
+        offer = place.offer
+        try:
+            async with self._one_at_a_time:
+                for shard in dropped:
+                    await asyncio.to_thread(shard.backend.close)
+                await self._fit(place)
+                shard = await asyncio.to_thread(self._load, place)
+            self._loaded(place, shard)
+        except CacheFullError as error:
+            place.failed = (self._clock.now() + MEMORY_HOLD_S, error)
+        except Exception as error:  # a loader raises what it likes; whoever waits is told
+            logger.warning("%s could not be loaded", offer, exc_info=error)
+            reason = str(error) or type(error).__name__
+            place.failed = (
+                self._clock.now() + FAILURE_HOLD_S,
+                HopFailedError(f"{offer} could not be loaded: {reason}"),
+            )
+        finally:
+            place.loading = None
+            self._announce()
+
+    def _load(self, place: _Place) -> LoadedShard:
+        """Runs in a thread."""
+        offer = place.offer
+        if offer.load is None:
+            raise RuntimeError(f"{offer} is held for good and has no loader")
+
+        def look(done: int, total: int) -> None:
+            if self._closed:
+                raise RuntimeError("the node is closing")
+            place.progress = (done, total)
+
+        began = time.perf_counter()
+        logger.info("loading %s", offer)
+        backend = offer.load(look)
+        logger.info("loaded %s in %.1f s, %s", offer, time.perf_counter() - began, _size(backend.weight_bytes))
+        return offer.loaded_with(backend)
+
+    def _loaded(self, place: _Place, shard: LoadedShard) -> None:
+        place.offer.shard = shard
+        place.failed = None
+        place.loaded_at = self._clock.now()
+        place.fresh = True
+        self.loads += 1
+        self._use(place)
+
+    def _take_out(self, place: _Place) -> LoadedShard:
+        shard = place.offer.shard
+        if shard is None:
+            raise RuntimeError(f"{place.offer} is not loaded")
+        logger.info("dropping %s", place.offer)
+        place.offer.shard = None
+        self.drops += 1
+        return shard
+
+    async def _fit(self, place: _Place) -> None:
+        """Make sure that there is memory: idle shards give way, though their number would be allowed."""
+        needs = place.offer.weight_bytes
+        while self._free_bytes is not None and needs > (free := self._free_bytes()):
+            loaded = [other for other in self._places if other.offer.shard is not None]
+            if idle := [other for other in loaded if other.is_idle]:
+                await asyncio.to_thread(self._take_out(min(idle, key=lambda p: p.used)).backend.close)
+            elif loaded:
+                raise CacheFullError(
+                    f"no memory for {place.offer}: it needs {_size(needs)}, {_size(free)} is free, and the shards that "
+                    "are loaded are in use"
+                )
+            else:
+                raise InvalidInputError(_too_large(needs, free, "Serve fewer layers, or free memory"))
+
+    def _check_fits(self) -> None:
+        needs = self.bytes_to_come
+        if self._free_bytes is None or needs <= (free := self._free_bytes()):
+            return
+        remedy = "Give fewer layers, or --dtype bfloat16 where they are wider"
+        if min(self.max_loaded, len(self._places)) > 1:
+            remedy += f", or --max-loaded-shards {min(self.max_loaded, len(self._places)) - 1}"
+        raise InvalidInputError(_too_large(needs, free, remedy))
+
+    def _check_not_failed(self, place: _Place) -> None:
+        if place.failed is None:
+            return
+        until, error = place.failed
+        if self._clock.now() > until:
+            place.failed = None
+            return
+        raise type(error)(error.message)
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _why_not(self, place: _Place) -> str:
+        if place.loading is not None:
+            done, total = place.progress
+            return f"{place.offer} is still being loaded, {100 * done // max(1, total)} % so far; try again"
+        return f"{place.offer} has to wait: all of the {self.max_loaded} shards that this node loads at once are in use"
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _change(self, until: float) -> bool:
+        """Wait until something changed, or no longer than ``until``; says whether it did."""
+        try:
+            async with asyncio.timeout(max(0.0, until - self._clock.now())):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def _until(line: list[_Place], place: _Place) -> list[_Place]:
+    """Those in line before ``place``; all of them if it is not in line."""
+    return line[: line.index(place)] if place in line else line
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _too_large(needs: int, free: int, remedy: str) -> str:
+    return f"the weights to be loaded take {_size(needs)}, and {_size(free)} of memory is free. {remedy}"

@@ -1,0 +1,104 @@
+"""What a node offers: MODEL and range of each shard as typed, resolved to files and planned, the first of them loaded.
+
+Importing it imports no torch; the functions that need it do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshnet_core.errors import InvalidInputError, ModelNotFoundError
+from meshnet_core.layer_range import LayerRange
+
+if TYPE_CHECKING:
+    from meshnet_cli.progress import ProgressReporter
+    from meshnet_node.model_backend import TorchModelShard
+    from meshnet_node.model_files import ModelFiles
+    from meshnet_node.offered_shard import OfferedShard, Progress
+    from meshnet_node.shard_loader import ShardPlan
+    from meshnet_node.shard_pool import ShardPool
+
+UNBOUNDED_POSITIONS = 2**20  # for models that know no limit, such as recurrent ones: a session needs one
+
+
+@dataclass(frozen=True)
+class ShardChoice:
+    """One shard as a person names it."""
+
+    model: str
+    layers: LayerRange
+
+    @classmethod
+    def parse(cls, text: str) -> ShardChoice:
+        """Read ``MODEL@FIRST-LAST``, as ``--also`` takes it.
+
+        Raises:
+            InvalidInputError: it is something else.
+        """
+        model, at, layers = text.rpartition("@")
+        if not at or not model:
+            raise InvalidInputError(f"--also {text!r} is no shard; write MODEL@FIRST-LAST, such as Qwen2.5-0.5B/@0-11")
+        return cls(model, LayerRange.parse(layers))
+
+
+def load_pool(
+    choices: list[ShardChoice], max_loaded: int | None, dtype: str, device: str, report: ProgressReporter
+) -> ShardPool:
+    """Resolve and plan every shard, converting what must be, and load as many as may be loaded, in the order given.
+
+    Raises:
+        MeshnetError: a model cannot be opened or cut so, a shard is given twice, or the memory does not do.
+    """
+    from meshnet_node.device_choice import choose_device
+    from meshnet_node.device_memory import free_bytes
+    from meshnet_node.model_files import open_model
+    from meshnet_node.shard_pool import ShardPool
+
+    files = {choice.model: open_model(choice.model) for choice in choices}
+    offers: list[OfferedShard] = []
+    for choice in choices:
+        offer = _offer(choice, files[choice.model], dtype, device, report)
+        if any((o.known.fingerprint, o.layers) == (offer.known.fingerprint, offer.layers) for o in offers):
+            raise InvalidInputError(f"{offer} are given twice; give each shard once")
+        offers.append(offer)
+    pool = ShardPool(offers, max_loaded=max_loaded, free_bytes=partial(free_bytes, choose_device(device)))
+    pool.load_first(lambda offer, done, total: report("", f"loading {offer}", done, total))
+    return pool
+
+
+def _offer(choice: ShardChoice, files: ModelFiles, dtype: str, device: str, report: ProgressReporter) -> OfferedShard:
+    import torch
+
+    from meshnet_core.membership import ShardInfo
+    from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
+    from meshnet_node.offered_shard import OfferedShard
+    from meshnet_node.shard_loader import plan_shard
+
+    # What a GGUF is de-quantised to: as for a checkpoint in 16 bits. Safetensors stay as they are.
+    prepared = dtype_name(choose_dtype(dtype, choose_device(device), torch.bfloat16))
+    layers = choice.layers
+    folder = files.prepare(layers, dtype=prepared, progress=lambda what, done, total: report("", what, done, total))
+    plan = plan_shard(folder, layers, dtype=dtype, device=device)
+    known = ShardInfo(
+        model=files.name,
+        fingerprint=files.fingerprint,
+        layers=layers,
+        num_layers=plan.num_layers,
+        hidden_size=plan.hidden_size,
+        max_positions=files.max_positions or plan.max_positions or UNBOUNDED_POSITIONS,
+        dtype=plan.dtype,
+        weight_bytes=plan.weight_bytes,
+    )
+    return OfferedShard(known, partial(_load, plan, choice.model, files), files.text_files())
+
+
+def _load(plan: ShardPlan, model: str, files: ModelFiles, progress: Progress) -> TorchModelShard:
+    """Load what was planned, unless the folder holds another model by now: it would answer under a wrong name."""
+    from meshnet_node.model_files import open_model
+
+    if Path(model).expanduser().is_dir() and open_model(model).fingerprint != files.fingerprint:
+        raise ModelNotFoundError(f"the files of {model} were changed since this node started; start it again")
+    return plan.load(progress)

@@ -1,0 +1,118 @@
+"""A shard that a node serves, loaded or not, with what was measured of it. Knows no sessions and no other shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from meshnet_core.layer_range import LayerRange
+from meshnet_core.membership import ShardInfo
+from meshnet_node.model_backend import ShardBackend
+
+Progress = Callable[[int, int], None]
+"""Told (bytes read, bytes to read), from any thread; may raise to stop the loading."""
+Loader = Callable[[Progress], ShardBackend]
+"""Loads a shard; blocks until it is done."""
+
+
+@dataclass(slots=True)
+class RunningMean:
+    """Exponentially weighted mean of a measurement; None until the first."""
+
+    weight: float = 0.1
+    value: float | None = None
+
+    def add(self, sample: float) -> None:
+        self.value = sample if self.value is None else self.value + self.weight * (sample - self.value)
+
+
+@dataclass(slots=True)
+class LoadedShard:
+    """One loaded shard: the backend that runs it, what it belongs to, and its measured speed.
+
+    Attributes:
+        backend: runs its frames.
+        model: name under which the model is served.
+        fingerprint: of the model's contents.
+        max_positions: the longest sequence the model takes.
+        decode_ms: milliseconds per layer for one decoded position.
+        prefill_ms: milliseconds per layer and position of prefill.
+    """
+
+    backend: ShardBackend
+    model: str
+    fingerprint: str
+    max_positions: int
+    decode_ms: RunningMean = field(default_factory=RunningMean)
+    prefill_ms: RunningMean = field(default_factory=RunningMean)
+
+    def info(self) -> ShardInfo:
+        """As it is announced."""
+        return ShardInfo(
+            model=self.model,
+            fingerprint=self.fingerprint,
+            layers=self.backend.layers,
+            num_layers=self.backend.num_layers,
+            hidden_size=self.backend.hidden_size,
+            max_positions=self.max_positions,
+            dtype=self.backend.dtype,
+            weight_bytes=self.backend.weight_bytes,
+            decode_ms=self.decode_ms.value,
+            prefill_ms=self.prefill_ms.value,
+        )
+
+    def measure(self, layers: int, positions: int, decode: bool, forward_s: float) -> None:
+        """Take in how long ``layers`` layers took over ``positions`` positions."""
+        if decode:
+            self.decode_ms.add(1000 * forward_s / layers)
+        else:
+            self.prefill_ms.add(1000 * forward_s / layers / positions)
+
+
+@dataclass(slots=True, eq=False)  # two offers are never the same for looking alike
+class OfferedShard:
+    """One shard that a node serves. What was measured of it outlives its being dropped and loaded again.
+
+    Attributes:
+        known: what is announced of it before it was ever loaded, with an estimate of its ``weight_bytes``.
+        load: loads it; None for one that is held for good.
+        text_files: what a gateway needs to turn the model's text into tokens, by file name.
+        shard: what is loaded; None while it is not.
+    """
+
+    known: ShardInfo
+    load: Loader | None
+    text_files: Mapping[str, bytes] = field(default_factory=dict)
+    shard: LoadedShard | None = None
+    decode_ms: RunningMean = field(default_factory=RunningMean)
+    prefill_ms: RunningMean = field(default_factory=RunningMean)
+
+    @classmethod
+    def held(cls, shard: LoadedShard) -> OfferedShard:
+        """One that is loaded already and never dropped."""
+        return cls(shard.info(), None, shard=shard, decode_ms=shard.decode_ms, prefill_ms=shard.prefill_ms)
+
+    @property
+    def layers(self) -> LayerRange:
+        return self.known.layers
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights held, or that loading it is expected to take."""
+        return self.known.weight_bytes if self.shard is None else self.shard.backend.weight_bytes
+
+    def info(self) -> ShardInfo:
+        """As it is announced."""
+        if self.shard is not None:
+            return self.shard.info()
+        return replace(self.known, loaded=False, decode_ms=self.decode_ms.value, prefill_ms=self.prefill_ms.value)
+
+    def loaded_with(self, backend: ShardBackend) -> LoadedShard:
+        """This shard, run by ``backend``."""
+        known = self.known
+        return LoadedShard(
+            backend, known.model, known.fingerprint, known.max_positions, self.decode_ms, self.prefill_ms
+        )
+
+    def __str__(self) -> str:
+        return f"layers {self.layers} of {self.known.model}"
