@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.model_backend import ShardWork, TorchModelShard
@@ -138,11 +138,12 @@ class Route:
 @torch.inference_mode()
 def unsharded(model: PreTrainedModel, prompt: Sequence[int], count: int) -> Answer:
     """Greedy by the whole model with its own cache, whole prompt at once: what ``generate()`` computes."""
-    cache = DynamicCache(config=model.config)
-    logits = model(torch.tensor([prompt]), cache=cache, use_cache=True).logits[0]
+    output = model(torch.tensor([prompt]), use_cache=True)
+    cache, logits = output.cache, output.logits[0]
     tokens = [int(logits[-1].argmax())]
     while len(tokens) < count:
-        row = model(torch.tensor([[tokens[-1]]]), cache=cache, use_cache=True).logits[0]
+        at = torch.tensor([[len(prompt) + len(tokens) - 1]])  # as generate() does: bamba begins at 0 again without
+        row = model(torch.tensor([[tokens[-1]]]), position_ids=at, cache=cache, use_cache=True).logits[0]
         logits = torch.cat([logits, row])
         tokens.append(int(row[-1].argmax()))
     return Answer(tokens, logits)

@@ -76,6 +76,7 @@ CORE: dict[str, dict[str, Any]] = {
 """The families that meshnet is made for -> what their tiny config has besides the common part."""
 
 MORE: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA, "attn_layer_indices": [2, 4], "num_hidden_layers": 5},
     "cohere": {"logit_scale": 1.0},
     "cohere2": {"logit_scale": 1.0, "layer_types": _WINDOWED, "sliding_window": 11},
     "deepseek_v3": {
@@ -98,6 +99,16 @@ MORE: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_MAMBA, "mamba_n_heads": 4, "mamba_d_ssm": 32, "embedding_multiplier": 3.0},
     "gemma": {},
     "gemma2": {"layer_types": [_SLIDING, _FULL] * 2, "sliding_window": 11, "query_pre_attn_scalar": 8},
+    "gemma4_text": {
+        "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+        "sliding_window": 11,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 16,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "enable_moe_block": True,
+    },
     "glm": {},
     "glm4": {},
     "glm4_moe": {
@@ -126,7 +137,44 @@ MORE: dict[str, dict[str, Any]] = {
         **_LOCAL_EXPERTS,
     },
     "hunyuan_v1_dense": {},
+    "jamba": {
+        "num_hidden_layers": 5,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "kimi_linear": {
+        "layer_types": _HYBRID,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
     "lfm2_moe": {"layer_types": [_CONV, _CONV, _FULL, _CONV, _FULL], "conv_L_cache": 3, "num_dense_layers": 1, **_MOE},
+    "llama4_text": {
+        "intermediate_size_mlp": 48,
+        "attention_chunk_size": 11,
+        "no_rope_layers": [1, 0, 1, 0],
+        "interleave_moe_layer_step": 2,
+        "floor_scale": 16,
+        **_LOCAL_EXPERTS,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    "minimax": {"layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR, _FULL], "block_size": 8, **_LOCAL_EXPERTS},
     "ministral": {"layer_types": [_SLIDING, _FULL] * 2, "sliding_window": 11},
     "mixtral": _LOCAL_EXPERTS,
     "nemotron_h": {
@@ -151,20 +199,50 @@ MORE: dict[str, dict[str, Any]] = {
 }
 """More families that the shard tests cover."""
 
+WHOLE: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+        "sliding_window": 11,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "altup_num_inputs": 2,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
+    "zamba2": {
+        "layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "mamba_d_state": 8,
+        "mamba_ngroups": 1,
+        "chunk_size": 8,
+        "num_mem_blocks": 1,
+        "num_key_value_heads": 4,
+        "use_mem_rope": True,
+        "initializer_range": 0.1,
+    },
+}
+"""Families that cannot be cut at all."""
+
 FAMILIES: dict[str, dict[str, Any]] = {**CORE, **MORE}
+"""Families whose tiny models can be cut anywhere."""
+
+ALL: dict[str, dict[str, Any]] = {**FAMILIES, **WHOLE}
 
 
 def num_layers(family: str) -> int:
     """Layers of the tiny model of ``family``."""
-    pattern = FAMILIES[family].get("layer_types") or FAMILIES[family].get("layers_block_type")
-    return len(pattern) if pattern else 4
+    settings = ALL[family]
+    pattern = settings.get("layer_types") or settings.get("layers_block_type")
+    return len(pattern) if pattern else settings.get("num_hidden_layers", 4)
 
 
 def save_tiny(family: str, folder: Path, *, seed: int = 0, max_shard_size: str = "50GB", **overrides: Any) -> Path:
     """Draw the tiny model of ``family`` in float32 and save it in ``folder``; ``overrides`` go over its config."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family, **{**_COMMON, "num_hidden_layers": num_layers(family), **FAMILIES[family], **overrides}
+        family, **{**_COMMON, "num_hidden_layers": num_layers(family), **ALL[family], **overrides}
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

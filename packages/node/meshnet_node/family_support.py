@@ -1,18 +1,35 @@
 """Which model families a shard may serve, and why the others may not be.
 
 One registry, keyed by transformers' ``model_type``: a family is here because the parity tests cover it at every split
-point, or it is refused, by name and with its reason where that is known. To add one: put it in ``FAMILIES`` and in
-``tests/tiny_models.py``; the tests then tell. Knows configs only: no weights, no tensors.
+point, or it is refused, by name and with its reason where that is known. A split of a family that can be cut at some
+layers only is refused with the nearest one that works. To add a family: put it in ``FAMILIES`` and in
+``tests/tiny_models.py``; the tests then tell, and ``docs/families.md`` is made anew (see there). Knows configs only: no
+weights, no tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from meshnet_core.errors import UnsupportedModelError
+from meshnet_core.layer_range import LayerRange
+from meshnet_node import family_adapters as adapters
+
+Bond = Callable[[PreTrainedConfig, int], str]
+"""(text config, cut) -> why layers ``cut - 1`` and ``cut`` cannot be on different hops; empty where they can."""
+
+
+def no_bond(_config: PreTrainedConfig, _cut: int) -> str:
+    """For families that may be cut anywhere."""
+    return ""
+
+
+def no_change(_model: PreTrainedModel, _layers: LayerRange) -> None:
+    """For families that need no adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +41,27 @@ class Family:
         takes_masks: the base model's forward takes a ready dict from layer type to mask as ``attention_mask``. Hops
             without any attention layer need that: left to itself the model would ask the cache for a length.
         final_norm: attribute of the base model that holds the norm after the last layer.
+        bond: tells where the model cannot be cut.
+        adapt: corrects a view's model and config in place, given its absolute range; see
+            :mod:`meshnet_node.family_adapters`.
+        new_cache: makes the cache object from a view's config.
+        steps_only: a frame of several positions on a filled cache would begin its recurrent layers at zero again, so
+            such a frame runs position by position.
     """
 
     model_type: str
     takes_masks: bool = False
     final_norm: str = "norm"
+    bond: Bond = no_bond
+    adapt: Callable[[PreTrainedModel, LayerRange], None] = no_change
+    new_cache: Callable[[PreTrainedConfig], DynamicCache] = lambda config: DynamicCache(config=config)
+    steps_only: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        Family("bamba", takes_masks=True, final_norm="final_layernorm", adapt=adapters.adapt_bamba),
         Family("cohere"),
         Family("cohere2", takes_masks=True),
         Family("deepseek_v3"),
@@ -43,6 +71,8 @@ FAMILIES: dict[str, Family] = {
         Family("gemma"),
         Family("gemma2", takes_masks=True),
         Family("gemma3_text", takes_masks=True),
+        Family("gemma3n_text", takes_masks=True, bond=adapters.bond_of_gemma3n),
+        Family("gemma4_text", takes_masks=True, bond=adapters.bond_of_gemma4, adapt=adapters.adapt_gemma4),
         Family("glm"),
         Family("glm4"),
         Family("glm4_moe"),
@@ -51,9 +81,14 @@ FAMILIES: dict[str, Family] = {
         Family("granitemoe"),
         Family("granitemoehybrid", takes_masks=True),
         Family("hunyuan_v1_dense"),
+        Family("jamba", takes_masks=True, final_norm="final_layernorm", adapt=adapters.adapt_jamba, steps_only=True),
+        Family("kimi_linear", takes_masks=True),
         Family("lfm2", takes_masks=True, final_norm="embedding_norm"),
         Family("lfm2_moe", takes_masks=True, final_norm="embedding_norm"),
         Family("llama"),
+        Family("llama4_text", takes_masks=True),
+        Family("mamba2", final_norm="norm_f"),
+        Family("minimax", takes_masks=True, new_cache=adapters.minimax_cache),
         Family("ministral", takes_masks=True),
         Family("mistral"),
         Family("mixtral"),
@@ -72,15 +107,13 @@ FAMILIES: dict[str, Family] = {
         Family("seed_oss"),
         Family("smollm3", takes_masks=True),
         Family("starcoder2"),
+        Family("zamba2", final_norm="final_layernorm", bond=adapters.bond_of_zamba2),
     )
 }
 
 TEXT_TOWERS: dict[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Multimodal wrappers whose text tower transformers can load by itself, and what that tower is."""
 
-_STREAMS = "more than one tensor passes from layer to layer, and frames carry one"
-_COMPUTED_TYPES = "which layers are attention is computed from absolute indices, so a sliced config would be wrong"
-_SHARED_KV = "layers share K/V with earlier layers, so a split may separate a sharer from its source"
 _VISION = "it is a multimodal wrapper whose text tower cannot be loaded by itself"
 
 _MOVING_ROPES = {
@@ -89,20 +122,17 @@ _MOVING_ROPES = {
 }
 
 REASONS: dict[str, str] = {
-    "bamba": _COMPUTED_TYPES,
     "gemma3": _VISION,
-    "gemma3n": _STREAMS,
-    "gemma3n_text": _STREAMS,
-    "gemma4": _SHARED_KV,
-    "gemma4_text": _SHARED_KV,
-    "jamba": _COMPUTED_TYPES,
-    "llama4": "its layers lie one level deeper than the loader looks",
-    "llama4_text": "its layers lie one level deeper than the loader looks",
-    "minimax": "it needs a cache class of its own",
+    "gemma3n": _VISION,
+    "gemma4": _VISION,
+    "llama4": _VISION,
     "mistral3": _VISION,
-    "recurrent_gemma": "cached and uncached logits differ by more than rounding",
-    "zamba2": "later layers need the original embeddings besides the hidden states, and frames carry one tensor",
+    "recurrent_gemma": (
+        "it keeps conv and recurrent states in its modules and not in the cache, so that sessions would overwrite each "
+        "other's, and begins the convolution anew with every frame of several positions"
+    ),
 }
+"""Families that would not work -> why."""
 
 
 def text_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -142,7 +172,40 @@ def family_of(config: PreTrainedConfig) -> Family:
         raise UnsupportedModelError(
             f"this {config.model_type} checkpoint attends in both directions: it embeds text and cannot generate it"
         )
+    if config.model_type == "minimax" and config.sliding_window is not None:
+        raise UnsupportedModelError("this minimax checkpoint has a sliding window, which no test covers")
     return FAMILIES[config.model_type]
+
+
+def cuts_of(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Where a model may be cut: each is the first layer after the cut, of 1 to the last layer."""
+    bond = family_of(config).bond
+    return tuple(cut for cut in range(1, config.num_hidden_layers) if not bond(config, cut))
+
+
+def check_split(config: PreTrainedConfig, layers: LayerRange) -> None:
+    """Refuse a range whose edges lie where the model cannot be cut.
+
+    Args:
+        config: text config of the whole model.
+        layers: of a shard, or of a hop.
+
+    Raises:
+        UnsupportedModelError: with the reason, and the nearest split that works.
+    """
+    bond = family_of(config).bond
+    total = config.num_hidden_layers
+    for cut in (layers.start, layers.stop):
+        if 0 < cut < total and (reason := bond(config, cut)):
+            cuts = cuts_of(config)
+            if not cuts:
+                advice = f"one node must hold all of it, layers 0-{total - 1}"
+            else:
+                near = min(cuts, key=lambda other: (abs(other - cut), other))
+                advice = f"the nearest split that works is 0-{near - 1},{near}-{total - 1}"
+            raise UnsupportedModelError(
+                f"{config.model_type} cannot be cut between layers {cut - 1} and {cut}: {reason}; {advice}"
+            )
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

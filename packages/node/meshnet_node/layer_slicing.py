@@ -28,7 +28,7 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node.family_support import Family
 
 _PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
-_ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
+_ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"})
 _MASK_FREE = frozenset({"full_attention", "sliding_attention", "linear_attention", "conv", "moe", "mlp"})
 """Layer types that need no mask for a single newest position: it may see all that their cache returns to it."""
 
@@ -37,12 +37,18 @@ class ForwardCancelledError(Exception):
     """A forward was stopped between two layers because its frame was cancelled. The session's state is spoiled."""
 
 
+def base_of(model: PreTrainedModel) -> Any:
+    """The module of a causal model that has the layers; llama4's says that it is the causal model itself."""
+    base: Any = model.base_model
+    return base.model if base is model else base
+
+
 def prune(model: PreTrainedModel, layers: LayerRange, family: Family) -> None:
     """Remove from ``model`` (on the meta device) all that a shard of ``layers`` does not run.
 
     A tail of a model with tied embeddings keeps the embedding matrix, as its output projection.
     """
-    base: Any = model.base_model
+    base = base_of(model)
     total = model.config.num_hidden_layers
     for index in range(total):
         if index not in layers:
@@ -72,18 +78,21 @@ class LayerView:
         self._cancelled: Callable[[], bool] | None = None
         _renumber(self.model, held, self.layers)
         _slice_config(self.config, self.layers)
+        family.adapt(self.model, self.layers)
+        self._new_cache = family.new_cache
+        self._steps_only = family.steps_only
         types = set(getattr(self.config, "layer_types", None) or ())
         self._no_masks = dict.fromkeys(types) if family.takes_masks and types else None
         self._attends = not types or not types.isdisjoint(_ATTENDING)
         self._step_needs_no_mask = types <= _MASK_FREE
         self._grouped_experts = getattr(self.config, "_experts_implementation", None) == "grouped_mm"
-        base: Any = self.model.base_model
-        for layer in base.layers:
+        self._base = base_of(self.model)
+        for layer in self._base.layers:
             layer.register_forward_pre_hook(self._look_at_cancel)
 
     def new_cache(self) -> DynamicCache:
         """An empty cache of just this view's layers."""
-        return DynamicCache(config=self.config)
+        return self._new_cache(self.config)
 
     def forward(
         self,
@@ -110,6 +119,18 @@ class LayerView:
             ForwardCancelledError: some layers of ``cache`` may have advanced.
         """
         seq_len = inputs.shape[1]
+        if self._steps_only and cache is not None and position > 0 and seq_len > 1:
+            steps = [
+                self.forward(
+                    inputs[:, at : at + 1],
+                    position=position + at,
+                    cache=cache,
+                    sample=1 if at >= seq_len - sample else 0,
+                    cancelled=cancelled,
+                )
+                for at in range(seq_len)
+            ]
+            return torch.cat(steps[-sample:], dim=1)  # all of them where sample is 0
         arguments: dict[str, Any] = {
             "input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs,
             "position_ids": torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0),
@@ -125,7 +146,7 @@ class LayerView:
             if sample:
                 logits: torch.Tensor = self.model(**arguments, logits_to_keep=sample).logits
                 return logits
-            hidden: torch.Tensor = self.model.base_model(**arguments).last_hidden_state
+            hidden: torch.Tensor = self._base(**arguments).last_hidden_state
             return hidden
         finally:
             self._cancelled = None
@@ -152,7 +173,7 @@ def _copy_sharing_parameters(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _renumber(model: PreTrainedModel, held: LayerRange, wanted: LayerRange) -> None:
-    base: Any = model.base_model
+    base = base_of(model)
     kept = [base.layers._modules[str(index)] for index in range(wanted.start, held.stop)]
     for local, layer in enumerate(kept):
         for module in layer.modules():

@@ -27,9 +27,9 @@ from meshnet_core.errors import (
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.device_choice import DTYPES, dtype_name
 from meshnet_node.device_memory import give_back
-from meshnet_node.family_support import Family
+from meshnet_node.family_support import Family, check_split
 from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
-from meshnet_node.session_state import SessionState, walk_tensors
+from meshnet_node.session_state import SessionState, tensors_of_each_layer, walk_tensors
 
 __all__ = ["ForwardCancelledError", "ShardBackend", "ShardResult", "ShardWork", "TorchModelShard"]
 
@@ -114,6 +114,7 @@ class ShardBackend(Protocol):
 
         Raises:
             InvalidInputError: if ``start`` lies outside the shard.
+            UnsupportedModelError: if the model cannot be cut there.
         """
         ...
 
@@ -318,6 +319,7 @@ class TorchModelShard:
             if start not in self._views:
                 if start not in self.layers:
                     raise InvalidInputError(f"effective start {start} lies outside this shard's layers {self.layers}")
+                check_split(self._model.config, self.layers.starting_at(start))
                 self._views[start] = LayerView(self._model, self.layers, start, self._family)
             return self._views[start]
 
@@ -336,7 +338,7 @@ class TorchModelShard:
         held = []
         for position in range(2):
             view.forward(inputs, position=position, cache=cache, sample=0, cancelled=never)
-            held.append([sum(t.nbytes for t in walk_tensors(layer)) for layer in cache.layers])
+            held.append([sum(t.nbytes for t in tensors) for tensors in tensors_of_each_layer(cache)])
         costs = []
         for layer, first, second in zip(cache.layers, *held, strict=True):
             window = layer.sliding_window if getattr(layer, "is_sliding", False) else None

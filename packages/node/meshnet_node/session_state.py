@@ -76,6 +76,13 @@ def walk_tensors(holder: object) -> list[torch.Tensor]:
     return found
 
 
+def tensors_of_each_layer(cache: DynamicCache) -> list[list[torch.Tensor]]:
+    """The tensors of each layer, from every list in the cache object that has an entry for each of them."""
+    count = len(cache.layers)
+    lists = [value for value in vars(cache).values() if isinstance(value, list) and len(value) == count]
+    return [walk_tensors([entries[index] for entries in lists]) for index in range(count)]
+
+
 def _collect(holder: object, found: list[torch.Tensor], depth: int) -> None:
     """Runs once for each step and layer: the plain values that most attributes are come first."""
     if holder is None or isinstance(holder, _PLAIN):

@@ -38,8 +38,8 @@ from meshnet_core.errors import InvalidInputError, ModelNotFoundError, Unsupport
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.checkpoint_reader import CheckpointReader, LazyTensor, StoredTensor
 from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
-from meshnet_node.family_support import Family, family_of, text_config_of
-from meshnet_node.layer_slicing import prune
+from meshnet_node.family_support import Family, check_split, family_of, text_config_of
+from meshnet_node.layer_slicing import base_of, prune
 from meshnet_node.model_backend import TorchModelShard
 
 Progress = Callable[[int, int], None]
@@ -99,6 +99,7 @@ def plan_shard(folder: Path, layers: LayerRange, *, dtype: str = "auto", device:
             f"layers {layers} reach past this model's last layer, {config.num_hidden_layers - 1}; "
             f"its layers are 0-{config.num_hidden_layers - 1}"
         )
+    check_split(config, layers)
     family = family_of(config)
     checkpoint = CheckpointReader(folder)
     on = choose_device(device)
@@ -144,8 +145,7 @@ class ShardPlan:
         layers, model = self.layers, copy.deepcopy(self._model)
         _fill(model, CheckpointReader(self._folder), self.device, layers, progress or (lambda done, total: None))
         if layers.start > 0:
-            base: Any = model.base_model
-            base.set_input_embeddings(nn.Identity())  # a tied tail's matrix lives on in its output projection
+            base_of(model).set_input_embeddings(nn.Identity())  # a tied tail's matrix lives on in its output projection
         model.train(mode=False).requires_grad_(requires_grad=False)
         return TorchModelShard(model, layers, self._family)
 
