@@ -26,6 +26,7 @@ class ScriptedEngine:
 
     script: Sequence[Step] | Callable[[GenerationRequest], Sequence[Step]] = ()
     finish: str = "stop"
+    recoveries: Sequence[dict[str, Any]] = ()  # of every generation's report
     requests: list[GenerationRequest] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)  # sessions, in the order in which they were closed
     given: int = 0  # events given out
@@ -72,7 +73,8 @@ class ScriptedGeneration:
         self.finish_reason = self._engine.finish
 
     def report(self) -> dict[str, Any]:
-        return {"session": self.session, "mode": "cached" if self._request.cache else "stateless"}
+        mode = "cached" if self._request.cache else "stateless"
+        return {"session": self.session, "mode": mode, "recoveries": list(self._engine.recoveries)}
 
     async def aclose(self) -> None:
         await self._events.aclose()

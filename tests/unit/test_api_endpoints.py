@@ -27,6 +27,7 @@ from meshnet_core.sampling import SampledToken
 from meshnet_gateway.api import create_app
 from meshnet_gateway.api_errors import from_mesh
 from meshnet_gateway.generation import PrefillProgress
+from meshnet_gateway.recovery import Replay
 from meshnet_gateway.text_model import TextModel
 from scripted_engine import FixedMesh, FixedTexts, ScriptedEngine, summary, tokens
 from tiny_tokenizers import byte_level_files
@@ -88,6 +89,19 @@ async def test_health_status_and_figures(model: TextModel) -> None:
     assert f'meshnet_gateway_tokens_total{{kind="prompt"}} {len(model.render_chat(USER))}.0' in metrics.text
     assert "meshnet_gateway_time_to_first_token_seconds_count 1.0" in metrics.text
     assert "meshnet_gateway_active_generations 0.0" in metrics.text
+
+
+async def test_recoveries_are_counted_by_error_reason_and_action(model: TextModel) -> None:
+    miss = {"after_tokens": 3, "error": "cache_miss", "reason": "restarted", "action": "RePrefill", "node": "b"}
+    late = {"after_tokens": 5, "error": "deadline", "action": "Reroute", "node": "b"}
+    engine = ScriptedEngine(tokens(model.encode("the fox")), recoveries=[miss, miss, late])
+    app = app_of(engine, model)
+    await post(app, messages=USER, meshnet={"recovery": "exact"})
+    assert engine.requests[0].recovery is Replay.EXACT
+    metrics = (await get(app, "/metrics")).text
+    counted = 'meshnet_gateway_recoveries_total{action="RePrefill",error="cache_miss",reason="restarted"} 2.0'
+    assert counted in metrics
+    assert 'meshnet_gateway_recoveries_total{action="Reroute",error="deadline",reason=""} 1.0' in metrics
 
 
 async def test_the_apps_own_description_can_be_had() -> None:

@@ -146,6 +146,7 @@ def test_what_means_nothing_passes(field: str, value: Any) -> None:
         ({"logprobs": 2}, "logprobs"),
         ({"n": True}, "n"),
         ({"meshnet": {"cache": "maybe"}}, "meshnet.cache"),
+        ({"meshnet": {"recovery": "slow"}}, "meshnet.recovery"),
         ({"meshnet": {"route": "a"}}, "meshnet.route"),
         ({"model": 5}, "model"),
         ({"user": 5}, "user"),

@@ -98,8 +98,8 @@ def test_bare_meshnet_shows_the_help() -> None:
     [
         ("tracker", "--host --port"),
         ("node", "--layers --tracker --host --port --advertise --name --api --api-port --dtype --device --threads"),
-        ("gateway", "--tracker --host --port"),
-        ("up", "--nodes --splits --port --dtype --device --threads"),
+        ("gateway", "--tracker --host --port --recovery --step-deadline"),
+        ("up", "--nodes --splits --port --dtype --device --threads --recovery --step-deadline"),
         ("chat", "--url --message -m --model --temperature"),
     ],
 )

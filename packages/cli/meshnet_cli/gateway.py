@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated
 
 from meshnet_cli import lifeline, options, serving
+from meshnet_gateway.recovery import Replay
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -18,23 +19,27 @@ def gateway(
     tracker: options.TrackerUrl,
     host: options.Host = options.LOOPBACK,
     port: Annotated[int, options.port("the API")] = options.DEFAULT_GATEWAY_PORT,
+    recovery: options.Recovery = Replay.FAST,
+    step_deadline: options.StepDeadline = options.DEFAULT_STEP_DEADLINE_S,
 ) -> None:
     """Serve the OpenAI-style API of a mesh at /v1."""
     lifeline.hold_on()
     serving.set_up_logging()
     sock = serving.listen(host, port)
-    asyncio.run(_serve(tracker, host, sock))
+    asyncio.run(_serve(tracker, host, sock, recovery, step_deadline))
 
 
-async def _serve(tracker: str, host: str, sock: socket.socket) -> None:
+async def _serve(tracker: str, host: str, sock: socket.socket, recovery: Replay, step_deadline_s: float) -> None:
     stopped = serving.stop_event()
-    async with api_of(tracker) as app, serving.serving_asgi(app, sock):
+    async with api_of(tracker, recovery, step_deadline_s) as app, serving.serving_asgi(app, sock):
         serving.say_ready(f"{serving.url_of(host, serving.port_of(sock))}/v1")
         await stopped.wait()
 
 
 @asynccontextmanager
-async def api_of(tracker: str) -> AsyncIterator[FastAPI]:
+async def api_of(
+    tracker: str, recovery: Replay = Replay.FAST, step_deadline_s: float = options.DEFAULT_STEP_DEADLINE_S
+) -> AsyncIterator[FastAPI]:
     """The API over the mesh of one tracker, with all that it needs behind it, while the block runs.
 
     Raises:
@@ -60,4 +65,5 @@ async def api_of(tracker: str) -> AsyncIterator[FastAPI]:
         transport = HttpTransport(clock)
         closing.push_async_callback(transport.close)
         session = await closing.enter_async_context(aiohttp.ClientSession())
-        yield create_app(GenerationEngine(mesh, transport, clock), TextStore(mesh, session), mesh)
+        engine = GenerationEngine(mesh, transport, clock, recovery=recovery, step_deadline_s=step_deadline_s)
+        yield create_app(engine, TextStore(mesh, session), mesh)

@@ -39,6 +39,7 @@ class Plan:
         api_port: the gateway's; 0 takes any free one.
         node_options: passed on to every node.
         threads: CPU threads of each node.
+        gateway_options: passed on to the gateway.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Plan:
     api_port: int = 0
     node_options: tuple[str, ...] = ()
     threads: int = field(default=1)
+    gateway_options: tuple[str, ...] = ()
 
 
 def threads_each(nodes: int) -> int:
@@ -82,7 +84,9 @@ class LocalMesh:
         tracker = children.start("tracker", ["tracker", "--port", "0"])
         children.wait_ready(tracker, timeout_s=START_TIMEOUT_S)
         at_tracker = ["--tracker", str(tracker.url)]
-        gateway = children.start("gateway", ["gateway", *at_tracker, "--port", str(plan.api_port)])
+        gateway = children.start(
+            "gateway", ["gateway", *at_tracker, "--port", str(plan.api_port), *plan.gateway_options]
+        )
         for index, layers in enumerate(plan.splits, start=1):
             arguments = ["node", plan.model, "--layers", str(layers), *at_tracker, "--port", "0"]
             arguments += ["--name", f"node-{index}", "--threads", str(plan.threads), *plan.node_options]

@@ -7,9 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from meshnet_gateway.recovery import Replay
+
 DEFAULT_TRACKER_PORT = 7400
 FIRST_NODE_PORT = 7410
 DEFAULT_GATEWAY_PORT = 8000
+DEFAULT_STEP_DEADLINE_S = 60.0
 LOOPBACK = "127.0.0.1"
 DEFAULT_API_URL = f"http://{LOOPBACK}:{DEFAULT_GATEWAY_PORT}/v1"
 
@@ -59,6 +62,26 @@ MaxSessions = Annotated[
 ]
 SessionTtl = Annotated[
     float, typer.Option("--session-ttl", metavar="SECONDS", help="How long a session may be unused before it goes.")
+]
+
+
+Recovery = Annotated[
+    Replay,
+    typer.Option(
+        "--recovery",
+        help="How lost state is made again: fast, in chunks, or exact, step by step as at first, which gives the same "
+        "answer in 16 bits too and takes longer.",
+    ),
+]
+StepDeadline = Annotated[
+    float,
+    typer.Option(
+        "--step-deadline",
+        min=0.1,
+        max=3600,
+        metavar="SECONDS",
+        help="Time for one step, all nodes together; a node that hangs for longer is routed around.",
+    ),
 ]
 
 

@@ -13,6 +13,7 @@ from meshnet_cli.complaint import say
 from meshnet_cli.session_limits import DEFAULT_MAX_SESSIONS, DEFAULT_SESSION_TTL_S, SessionLimits
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.layer_range import LayerRange
+from meshnet_gateway.recovery import Replay
 
 
 class StoppedError(Exception):
@@ -40,6 +41,8 @@ def up(
     cache_bytes: options.CacheBytes = None,
     max_sessions: options.MaxSessions = DEFAULT_MAX_SESSIONS,
     session_ttl: options.SessionTtl = DEFAULT_SESSION_TTL_S,
+    recovery: options.Recovery = Replay.FAST,
+    step_deadline: options.StepDeadline = options.DEFAULT_STEP_DEADLINE_S,
 ) -> None:
     """Start a tracker, nodes and a gateway on this machine, and serve MODEL at /v1."""
     lifeline.hold_on()
@@ -48,19 +51,26 @@ def up(
     stop_on_signals()
     try:
         node_options = ("--dtype", dtype.value, "--device", device, *limits.arguments())
-        _up(model, nodes, split, port, node_options, threads)
+        gateway_options = ("--recovery", recovery.value, "--step-deadline", f"{step_deadline:g}")
+        _up(model, nodes, split, port, node_options, threads, gateway_options)
     except StoppedError:
         say("stopped")
 
 
 def _up(
-    model: str, nodes: int | None, split: str | None, port: int, node_options: tuple[str, ...], threads: int | None
+    model: str,
+    nodes: int | None,
+    split: str | None,
+    port: int,
+    node_options: tuple[str, ...],
+    threads: int | None,
+    gateway_options: tuple[str, ...],
 ) -> None:
     from meshnet_cli.child_progress import showing_children
     from meshnet_cli.local_mesh import LocalMesh, Plan, threads_each
 
     ranges = plan_splits(model, nodes, split)
-    plan = Plan(model, ranges, port, node_options, threads or threads_each(len(ranges)))
+    plan = Plan(model, ranges, port, node_options, threads or threads_each(len(ranges)), gateway_options)
     with LocalMesh(plan) as mesh:
         with showing_children() as show:
             mesh.start(show)

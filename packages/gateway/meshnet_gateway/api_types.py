@@ -31,9 +31,14 @@ class StreamOptions(Body):
 
 
 class MeshnetOptions(Body):
-    """What only this API knows. ``cache: off`` takes the stateless path: every step runs the whole sequence."""
+    """What only this API knows.
+
+    ``cache: off`` takes the stateless path: every step runs the whole sequence. ``recovery`` says how state that a node
+    lost is made again, as the gateway's option of that name does for all.
+    """
 
     cache: Literal["on", "off"] = "on"
+    recovery: Literal["exact", "fast"] | None = None
 
 
 class GenerationFields(Body):

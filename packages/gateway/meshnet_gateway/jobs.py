@@ -19,6 +19,7 @@ from meshnet_gateway.api_errors import ContextLengthError, error_object, from_me
 from meshnet_gateway.api_types import GenerationFields
 from meshnet_gateway.generation import GenerationRequest, PrefillProgress
 from meshnet_gateway.ports import Engine, GenerationLike
+from meshnet_gateway.recovery import Replay
 from meshnet_gateway.releases import Releases
 from meshnet_gateway.status import GatewayFigures
 from meshnet_gateway.text_model import TextModel
@@ -67,6 +68,7 @@ def make_job(
         sampling=fields.sampling(),
         stop_ids=model.stop_ids,
         cache=fields.meshnet.cache == "on",
+        recovery=Replay(fields.meshnet.recovery) if fields.meshnet.recovery else None,
     )
     return Job(endpoint, fields, model, request, shape)
 
@@ -179,6 +181,8 @@ class Jobs:
             raise
         finally:
             self._figures.ended(job.endpoint, outcome)
+            for event in [] if run is None else run.report().get("recoveries", ()):
+                self._figures.recovered(event)
             self._figures.duration.observe(time.monotonic() - began)
             made = 0 if run is None else run.answer.completion_tokens
             self._figures.tokens.labels("prompt").inc(len(job.request.prompt_ids))

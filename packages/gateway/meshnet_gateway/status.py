@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -35,6 +35,12 @@ class GatewayFigures:
         self.tokens = Counter(
             "meshnet_gateway_tokens", "Tokens of prompts and of answers", ("kind",), registry=registry
         )
+        self.recoveries = Counter(
+            "meshnet_gateway_recoveries",
+            "Failures of hops that answers outlived or died of: the error, a cache miss's reason, what was done",
+            ("error", "reason", "action"),
+            registry=registry,
+        )
         self.first_token = Histogram(
             "meshnet_gateway_time_to_first_token_seconds",
             "From the request to the first token of its answer",
@@ -50,6 +56,10 @@ class GatewayFigures:
     def ended(self, endpoint: str, outcome: str) -> None:
         self.requests.labels(endpoint, outcome).inc()
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+
+    def recovered(self, event: Mapping[str, Any]) -> None:
+        """One of a generation report's ``recoveries``."""
+        self.recoveries.labels(event["error"], event.get("reason", ""), event["action"]).inc()
 
     def exposition(self) -> bytes:
         """Prometheus' text format."""
