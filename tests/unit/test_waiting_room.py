@@ -57,7 +57,7 @@ class Room:
 def test_with_room_a_generation_is_admitted_at_once() -> None:
     async def scene() -> None:
         room = Room(2)
-        assert await asyncio.gather(room.start("a", 0), room.start("b", 1)) == ["a", "b"]
+        assert await asyncio.gather(*(room.start(name, 0) for name in "ab")) == ["a", "b"]
         assert room.clock.now() < 0.01
         assert (room.waiting.waits, room.waiting.waiting) == (0, 0)
 

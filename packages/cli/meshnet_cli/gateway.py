@@ -66,4 +66,4 @@ async def api_of(
         closing.push_async_callback(transport.close)
         session = await closing.enter_async_context(aiohttp.ClientSession())
         engine = GenerationEngine(mesh, transport, clock, recovery=recovery, step_deadline_s=step_deadline_s)
-        yield create_app(engine, TextStore(mesh, session), mesh)
+        yield create_app(engine, TextStore(mesh, session), mesh, room=engine.room)

@@ -15,11 +15,11 @@ from starlette.exceptions import HTTPException
 
 from meshnet_core import __version__
 from meshnet_core.errors import MeshnetError
-from meshnet_gateway.api_errors import error_object, from_mesh, from_validation
+from meshnet_gateway.api_errors import error_object, from_mesh, from_validation, retry_headers
 from meshnet_gateway.api_routes import Door, door_of, endpoint_of, router
 from meshnet_gateway.body_limit import BodyLimit
 from meshnet_gateway.jobs import Jobs
-from meshnet_gateway.ports import Engine, Mesh, TextModels
+from meshnet_gateway.ports import Engine, Mesh, TextModels, WaitingFigures
 from meshnet_gateway.releases import Releases
 from meshnet_gateway.status import GatewayFigures
 from meshnet_gateway.warm_up import keep_warm
@@ -34,6 +34,7 @@ def create_app(
     texts: TextModels,
     mesh: Mesh,
     *,
+    room: WaitingFigures | None = None,
     registry: CollectorRegistry | None = None,
     max_body: int = MAX_BODY_BYTES,
 ) -> FastAPI:
@@ -43,11 +44,12 @@ def create_app(
         engine: makes generations.
         texts: gives text models.
         mesh: tells what there is.
+        room: where the engine's generations wait for room, for the metrics.
         registry: where metrics are registered; a new one where None.
         max_body: bytes that a request's body may have.
     """
     releases = Releases()
-    figures = GatewayFigures(registry or CollectorRegistry(), lambda: releases.active)
+    figures = GatewayFigures(registry or CollectorRegistry(), lambda: releases.active, room)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -88,7 +90,7 @@ async def _failed(_: Request, error: Exception) -> Response:
     if not isinstance(error, MeshnetError):
         raise error
     code, document = from_mesh(error)
-    return JSONResponse(document, code)
+    return JSONResponse(document, code, headers=retry_headers(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

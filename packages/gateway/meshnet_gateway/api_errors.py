@@ -21,6 +21,7 @@ from meshnet_gateway.api_fields import UNSUPPORTED
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter", UNSUPPORTED: UNSUPPORTED}
 _BAD_GATEWAY = 502
+RETRY_AFTER_S = 10  # what a client is told that waited for room in vain
 # Refusals of a hop that a client can act on, by waiting. Of the others the gateway is the author, not the client.
 _PASSED_ON = (CacheFullError, DrainingError, DeadlineError)
 
@@ -69,6 +70,11 @@ def from_mesh(error: MeshnetError) -> tuple[int, dict[str, Any]]:
         param = "model"
     more = {"hop_index": error.hop_index} if isinstance(error, HopError) and error.hop_index is not None else {}
     return status, error_object(status, error.message, param=param, code=error.code, **more)
+
+
+def retry_headers(error: MeshnetError) -> dict[str, str] | None:
+    """``Retry-After`` for what time alone may mend."""
+    return {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, CacheFullError) else None
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[int, dict[str, Any]]:

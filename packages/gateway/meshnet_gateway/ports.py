@@ -50,3 +50,27 @@ class Mesh(Protocol):
     async def status(self) -> dict[str, Any]:
         """JSON-ready: nodes, layers, sessions, state bytes."""
         ...
+
+
+class WaitingFigures(Protocol):
+    """How it stands with waiting for room; `meshnet_gateway.waiting_room.WaitingRoom` tells it."""
+
+    @property
+    def waiting(self) -> int:
+        """Generations that wait now."""
+        ...
+
+    @property
+    def waits(self) -> int:
+        """How often one had to wait so far."""
+        ...
+
+    @property
+    def waited_s(self) -> float:
+        """For how many seconds, all together."""
+        ...
+
+    @property
+    def turned_away(self) -> int:
+        """How often one waited in vain, or could not even wait."""
+        ...

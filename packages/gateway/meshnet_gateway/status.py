@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from meshnet_core import __version__
+from meshnet_gateway.ports import WaitingFigures
 
 _SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 
@@ -19,11 +21,15 @@ class GatewayFigures:
     Args:
         registry: where the metrics are registered; one gateway per registry.
         active: how many generations are running now.
+        room: where they wait for room, if that is known.
     """
 
-    def __init__(self, registry: CollectorRegistry, active: Callable[[], int]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, active: Callable[[], int], room: WaitingFigures | None = None
+    ) -> None:
         self.registry = registry
         self._active = active
+        self._room = room
         self._began = time.monotonic()
         self._outcomes: dict[str, int] = {}
         self.requests = Counter(
@@ -52,6 +58,8 @@ class GatewayFigures:
         )
         gauge = Gauge("meshnet_gateway_active_generations", "Generations running now", registry=registry)
         gauge.set_function(active)
+        if room is not None:
+            registry.register(_RoomCollector(room))
 
     def ended(self, endpoint: str, outcome: str) -> None:
         self.requests.labels(endpoint, outcome).inc()
@@ -71,4 +79,32 @@ class GatewayFigures:
             "uptime_s": round(time.monotonic() - self._began, 1),
             "active_generations": self._active(),
             "requests": dict(sorted(self._outcomes.items())),
+            **({} if self._room is None else {"waiting_for_room": self._room.waiting}),
         }
+
+
+class _RoomCollector:
+    """A collector, as prometheus_client names what is asked for its values at every exposition."""
+
+    def __init__(self, room: WaitingFigures) -> None:
+        self._room = room
+
+    def collect(self) -> Iterable[Metric]:
+        room = self._room
+        yield GaugeMetricFamily(
+            "meshnet_gateway_waiting_generations", "Generations waiting for room at the nodes now", value=room.waiting
+        )
+        yield CounterMetricFamily(
+            "meshnet_gateway_waits", "How often a generation had to wait for room", value=room.waits
+        )
+        yield CounterMetricFamily(
+            "meshnet_gateway_waited_seconds", "Time spent waiting for room, by all together", value=room.waited_s
+        )
+        yield CounterMetricFamily(
+            "meshnet_gateway_turned_away",
+            "How often a generation found no room in time, or too many waiting, and ended with a 429",
+            value=room.turned_away,
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
