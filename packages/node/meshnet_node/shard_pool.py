@@ -110,6 +110,11 @@ class ShardPool:
         return sum(place.offer.shard is not None or place.loading is not None for place in self._places)
 
     @property
+    def leases(self) -> int:
+        """Leases that have not ended, on all shards together."""
+        return sum(place.leases for place in self._places)
+
+    @property
     def bytes_to_come(self) -> int:
         """Bytes of weights by which the largest shards that may be loaded together exceed those that are loaded."""
         largest = sorted((place.offer.weight_bytes for place in self._places), reverse=True)[: self.max_loaded]
