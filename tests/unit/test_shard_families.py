@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -194,6 +195,20 @@ def test_layers_that_see_the_token_ids_cannot_be_cut(tmp_path: Path) -> None:
     whole: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     route = Route([(load_shard(folder, LayerRange(0, 5), dtype="float32", device="cpu"), 0)])
     assert_agrees(route, unsharded(whole, prompt(), COUNT))
+
+
+@pytest.mark.parametrize("family", ["llama", "zamba2"])
+def test_a_config_alone_tells_what_would_be_refused(family: str, models: Models) -> None:
+    document = json.loads((models.folder(family) / "config.json").read_text())
+    family_support.check_config(document, LayerRange(0, num_layers(family)))
+    if family in WHOLE:
+        with pytest.raises(UnsupportedModelError, match="one node must hold all of it"):
+            family_support.check_config(document, LayerRange(0, 1))
+    with pytest.raises(UnsupportedModelError, match="quantized"):
+        quantized = {"quantization_config": {"quant_method": "fp8"}}
+        family_support.check_config({**document, **quantized}, LayerRange(0, num_layers(family)))
+    with pytest.raises(UnsupportedModelError, match="transformers cannot use"):
+        family_support.check_config({**document, "model_type": "no_such"}, LayerRange(0, 1))
 
 
 def test_a_minimax_with_a_window_is_refused(tmp_path: Path) -> None:

@@ -74,9 +74,11 @@ def _offer(choice: ShardChoice, files: ModelFiles, dtype: str, device: str, repo
 
     from meshnet_core.membership import ShardInfo
     from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
+    from meshnet_node.family_support import check_config
     from meshnet_node.offered_shard import OfferedShard
     from meshnet_node.shard_loader import plan_shard
 
+    check_config(files.config, choice.layers)  # before anything is fetched or converted
     # What a GGUF is de-quantised to: as for a checkpoint in 16 bits. Safetensors stay as they are.
     prepared = dtype_name(choose_dtype(dtype, choose_device(device), torch.bfloat16))
     layers = choice.layers

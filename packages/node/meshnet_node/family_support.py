@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from meshnet_core.errors import UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
@@ -111,10 +111,15 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-TEXT_TOWERS: dict[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Multimodal wrappers whose text tower transformers can load by itself, and what that tower is."""
-
-_VISION = "it is a multimodal wrapper whose text tower cannot be loaded by itself"
+TEXT_TOWERS: dict[str, str] = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""Multimodal wrappers of which the text tower is served alone, and what that usually is."""
 
 _MOVING_ROPES = {
     "dynamic": "whose frequencies depend on the longest sequence that any session ran before",
@@ -122,11 +127,7 @@ _MOVING_ROPES = {
 }
 
 REASONS: dict[str, str] = {
-    "gemma3": _VISION,
-    "gemma3n": _VISION,
-    "gemma4": _VISION,
-    "llama4": _VISION,
-    "mistral3": _VISION,
+    "gemma3n": "only its text tower alone is, as gemma3n_text",
     "recurrent_gemma": (
         "it keeps conv and recurrent states in its modules and not in the cache, so that sessions would overwrite each "
         "other's, and begins the convolution anew with every frame of several positions"
@@ -168,7 +169,7 @@ def family_of(config: PreTrainedConfig) -> Family:
                 f"this {config.model_type} checkpoint uses {kind} rope scaling, {_MOVING_ROPES[kind]}; "
                 "use a checkpoint without it"
             )
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) not in {None, False, "vision"}:
         raise UnsupportedModelError(
             f"this {config.model_type} checkpoint attends in both directions: it embeds text and cannot generate it"
         )
@@ -206,6 +207,20 @@ def check_split(config: PreTrainedConfig, layers: LayerRange) -> None:
             raise UnsupportedModelError(
                 f"{config.model_type} cannot be cut between layers {cut - 1} and {cut}: {reason}; {advice}"
             )
+
+
+def check_config(document: dict[str, Any], layers: LayerRange) -> None:
+    """Refuse a model that cannot be served, or not in this range, by its parsed ``config.json``: before any download.
+
+    Raises:
+        UnsupportedModelError: as :func:`family_of` and :func:`check_split`.
+    """
+    settings = {key: value for key, value in document.items() if key not in {"model_type", "auto_map"}}
+    try:
+        config = AutoConfig.for_model(document["model_type"], **settings)
+    except Exception as error:  # a config class raises what it likes over a setting
+        raise UnsupportedModelError(f"transformers cannot use this config.json: {error}") from error
+    check_split(text_config_of(config), layers)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -45,6 +45,13 @@ from meshnet_node.model_backend import TorchModelShard
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes to read), from any thread, one call at a time."""
 
+_TOWER_NAMES = {
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.language_model\.": "model.",
+}
+"""How multimodal checkpoints call the tensors of their text tower -> how it calls them itself."""
+
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -165,7 +172,8 @@ def _fill(
     model: PreTrainedModel, checkpoint: CheckpointReader, device: torch.device, layers: LayerRange, progress: Progress
 ) -> None:
     """Read the tensors that ``model`` still has on the meta device, layer by layer, and make its buffers."""
-    conversions: list[Any] = get_model_conversion_mapping(model)
+    towers: Any = [WeightRenaming(theirs, own) for theirs, own in _TOWER_NAMES.items()]
+    conversions: list[Any] = [*towers, *get_model_conversion_mapping(model)]
     wanted = _wanted(model, checkpoint, conversions)
     counter = _ByteCounter(sum(stored.nbytes for group in wanted for stored in group), progress)
     load_config = LoadStateDictConfig(
