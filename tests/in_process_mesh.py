@@ -145,11 +145,12 @@ async def tiny_mesh(
     clock: Clock | None = None,
     limits: StoreLimits | None = None,
     dtype: str = "float32",
+    transport: RecordingTransport | None = None,
 ) -> AsyncIterator[TinyMesh]:
     """One node for each of ``ranges`` (inclusive, as people type them), all of the model in ``folder``."""
     torch.set_num_threads(1)
     time = clock or SystemClock()
-    mesh = TinyMesh(RecordingTransport(), {}, time)
+    mesh = TinyMesh(transport or RecordingTransport(), {}, time)
     for index, layers in enumerate(ranges):
         url = f"http://node-{index}"
         add_node(mesh, folder, url, layers, limits, dtype)

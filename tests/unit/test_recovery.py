@@ -95,9 +95,11 @@ def test_what_follows_a_failure_of_node_b(failure: MeshnetError, history: Histor
     assert next_action(failure, "b", history) == expected
 
 
-def test_a_bad_frame_fails_at_once() -> None:
+def test_a_bad_frame_that_was_not_cut_on_its_way_fails() -> None:
     failure = BadFrameError("no")
-    assert next_action(failure, "b", History()) == Fail(failure)
+    assert next_action(failure, "b", History()) == Retry()
+    assert next_action(failure, "b", History(retries=MAX_RETRIES)) == RePrefill()
+    assert next_action(failure, "b", History(retries=MAX_RETRIES, failures=(failure,))) == Fail(failure)
 
 
 def test_without_anybody_to_ask_nobody_is_probed() -> None:

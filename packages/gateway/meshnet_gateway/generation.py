@@ -65,6 +65,7 @@ logger = logging.getLogger(__name__)
 CHUNKS_IN_FLIGHT = 2  # one runs on the first hop while the one before it runs on the next
 REPLAYS_IN_FLIGHT = 4  # single positions are little work; a hop queues as many frames of one session
 RELEASE_TIMEOUT_S = 5.0
+RELEASE_WAITS_S = (0.0, 0.1, 0.3)  # before each try: a connection may break under a release too
 MOVE_POLL_S = 1.0  # between two questions for a route without the nodes that drain
 PROBE_TIMEOUT_S = 1.0  # a probe takes no turn on a node's lane; one that does not answer it is hung or gone
 
@@ -493,12 +494,17 @@ class Generation:
 
     async def _release(self, urls: set[str], through_epoch: int | None = None) -> None:
         async def one(url: str) -> None:
-            try:
-                async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                    await self._engine.transport.release(url, self.session, through_epoch)
-            except (MeshnetError, TimeoutError) as error:
-                # A node that is gone holds nothing; one that cannot be reached frees it by its time to live.
-                logger.info("session %s: no release at %s: %s", self.session, url, error)
+            for wait_s in RELEASE_WAITS_S:
+                await self._engine.sleep(wait_s)
+                try:
+                    async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                        await self._engine.transport.release(url, self.session, through_epoch)
+                        return
+                except (MeshnetError, TimeoutError) as error:
+                    # A node that is gone holds nothing; one that cannot be reached frees it by its time to live.
+                    logger.info("session %s: no release at %s: %s", self.session, url, error)
+                    if not isinstance(error, HopUnreachableError):
+                        return
 
         await asyncio.gather(*(one(url) for url in urls))
 

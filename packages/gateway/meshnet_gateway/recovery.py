@@ -11,7 +11,8 @@ no room, ever                        stateless                                fa
 no room, after waiting for it        fail: `waiting_room` has had its say
 exception in a forward               re-prefill      reroute without it       fail
 no route, once others were blamed    wait, with the blamed let in again       fail, with the layers that lack
-bad frame, protocol, too large, ...  fail: the same would happen again
+bad frame (cut on its way?)          retry           re-prefill               fail
+protocol, too large, ...             fail: the same would happen again
 
 A probe tells *queued* from *hung*: a hop that answers it and has frames waiting is busy, and blaming it would only move
 the load elsewhere together with a prefill.
@@ -23,6 +24,7 @@ import enum
 from dataclasses import dataclass
 
 from meshnet_core.errors import (
+    BadFrameError,
     CacheFullError,
     CacheMissError,
     DeadlineError,
@@ -143,9 +145,12 @@ def next_action(failure: MeshnetError, node_id: str | None, history: History) ->
             return _again(failure, node_id, history) or Reroute(without, wait_s if attempts else 0.0)
         case DrainingError():
             return Reroute(without)
-        case HopFailedError():
-            failed_before = any(isinstance(past, HopFailedError) for past in history.failures)
-            return Reroute(without, wait_s) if failed_before else RePrefill()
+        case BadFrameError() if history.retries < MAX_RETRIES:
+            return Retry()
+        case BadFrameError() | HopFailedError():
+            if not any(isinstance(past, type(failure)) for past in history.failures):
+                return RePrefill()
+            return Reroute(without, wait_s) if isinstance(failure, HopFailedError) else Fail(failure)
         case NoRoomError():
             return Fail(failure)
         case CacheFullError(never=True):

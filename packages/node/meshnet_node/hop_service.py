@@ -409,7 +409,7 @@ class HopService:
         run.deadline = max(run.deadline, deadline)
         if not run.task.done() or run.undelivered is None or run.task.cancelled():
             return
-        if isinstance(run.task.exception(), HopUnreachableError | DeadlineError):
+        if isinstance(run.task.exception(), HopUnreachableError | DeadlineError | BadFrameError):
             delivery = self._deliver(session, frame, run, run.undelivered, self._clock.now(), deadline)
             run.task = asyncio.create_task(delivery)
             self._keep(session, run.task)

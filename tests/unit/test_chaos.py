@@ -1,0 +1,136 @@
+"""Generations over a transport on which much goes wrong: every answer is right, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from chaos_transport import ChaosTransport
+from in_process_mesh import MODEL, TinyMesh, random_prompt, reference_greedy, reference_model, tiny_mesh
+from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_gateway.generation import GenerationEngine, GenerationRequest
+from meshnet_gateway.recovery import Replay
+from tiny_models import save_tiny
+
+AT_ONCE, COUNT = 4, 12
+PROMPTS = [random_prompt(3 + 4 * index, seed=index) for index in range(6)]
+HOT = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=5)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A model, cut, and the share of the generations that it gets."""
+
+    family: str
+    ranges: tuple[str, ...]
+    share: float
+
+
+MIXES = [
+    Mix("llama", ("0-1", "2-3"), 0.35),
+    Mix("llama", ("0-1", "1-3", "2-3", "0-0"), 0.25),  # others cover, one from inside its shard
+    Mix("qwen3_5_moe_text", ("0-0", "1-2", "3-4"), 0.4),
+]
+
+
+def requests(count: int) -> list[GenerationRequest]:
+    """Mostly cached, some stateless, some replayed exactly, some sampled."""
+    ways = itertools.cycle(
+        [
+            {},
+            {"recovery": Replay.EXACT},
+            {"sampling": HOT},
+            {},
+            {"sampling": HOT, "recovery": Replay.EXACT},
+            {"cache": False},
+            {},
+        ]
+    )
+    made = []
+    for index, way in zip(range(count), ways, strict=False):
+        fields: dict[str, object] = {"sampling": SamplingParams(), **way}
+        made.append(GenerationRequest(MODEL, tuple(PROMPTS[index % len(PROMPTS)]), COUNT, **fields))  # type: ignore[arg-type]
+    return made
+
+
+async def ids_of(engine: GenerationEngine, request: GenerationRequest) -> tuple[list[int], dict[str, object]]:
+    generation = engine.start(request)
+    try:
+        ids = [event.id async for event in generation if isinstance(event, SampledToken)]
+    finally:
+        await generation.aclose()
+    return ids, generation.report()
+
+
+async def expected_answers(folder: Path, ranges: Sequence[str]) -> dict[tuple[tuple[int, ...], bool], list[int]]:
+    """The right answer by (prompt, sampled): the unsharded model's, and what an undisturbed mesh draws."""
+    model = reference_model(folder)
+    answers = {(tuple(prompt), False): reference_greedy(model, prompt, COUNT) for prompt in PROMPTS}
+    async with tiny_mesh(folder, ranges) as calm:
+        for prompt in PROMPTS:
+            request = GenerationRequest(MODEL, tuple(prompt), COUNT, HOT, cache=False)
+            answers[tuple(prompt), True], _ = await ids_of(calm.engine(chunk=5), request)
+    return answers
+
+
+async def storm(mesh: TinyMesh, todo: list[GenerationRequest]) -> tuple[list[list[int]], Counter[str]]:
+    """Answer all of them, a few at a time; what was done about failures, counted."""
+    engine = mesh.engine(chunk=5, step_deadline_s=20)
+    answers: list[list[int]] = [[] for _ in todo]
+    done: Counter[str] = Counter()
+    queue = list(enumerate(todo))
+
+    async def worker() -> None:
+        while queue:
+            index, request = queue.pop(0)
+            answers[index], report = await ids_of(engine, request)
+            done.update(event["action"] for event in report["recoveries"])  # type: ignore[attr-defined]
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(worker())
+    return answers, done
+
+
+async def check(mix: Mix, folder: Path, count: int, seed: int) -> tuple[Counter[str], Counter[str]]:
+    save_tiny(mix.family, folder)
+    expected = await expected_answers(folder, mix.ranges)
+    transport = ChaosTransport(seed)
+    async with tiny_mesh(folder, mix.ranges, transport=transport) as mesh:
+        todo = requests(count)
+        answers, done = await storm(mesh, todo)
+        for request, answer in zip(todo, answers, strict=True):
+            assert answer == expected[request.prompt_ids, request.sampling is HOT]
+        await transport.settle()
+        assert mesh.held_sessions == 0
+        assert [service.store.nbytes for service in mesh.services.values()] == [0] * len(mix.ranges)
+    return transport.faults, done
+
+
+def name(mix: Mix) -> str:
+    return f"{mix.family} {' '.join(mix.ranges)}"
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=name)
+async def test_60_generations_in_a_storm_are_all_right(mix: Mix, tmp_path: Path) -> None:
+    faults, done = await check(mix, tmp_path, round(60 * mix.share), seed=1)
+    assert all(faults[fault] for fault in ("lost", "reply_lost", "delayed", "doubled", "doubled_late", "cut"))
+    assert done["Retry"]
+    assert done["RePrefill"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("mix", MIXES, ids=name)
+async def test_1000_generations_in_a_storm_are_all_right(mix: Mix, tmp_path: Path) -> None:
+    faults, done = await check(mix, tmp_path, round(1000 * mix.share), seed=2)
+    print(name(mix), dict(faults), dict(done))
+    assert all(faults.values())
+    assert done["Retry"]
+    assert done["RePrefill"]
