@@ -137,10 +137,7 @@ def next_action(failure: MeshnetError, node_id: str | None, history: History) ->
     without = history.excluded | ({node_id} if node_id is not None else frozenset())
     match failure:
         case CacheMissError():
-            misses = sum(isinstance(past, CacheMissError) for past in history.failures) + 1
-            if misses > MISSES_BEFORE_STATELESS:
-                return Fail(failure) if history.stateless and misses > 2 * MISSES_BEFORE_STATELESS else Stateless()
-            return RePrefill()
+            return _after_miss(failure, history)
         case HopUnreachableError() | DeadlineError():
             return _again(failure, node_id, history) or Reroute(without, wait_s if attempts else 0.0)
         case DrainingError():
@@ -164,6 +161,13 @@ def next_action(failure: MeshnetError, node_id: str | None, history: History) ->
             return Reroute(frozenset(), wait_s)
         case _:
             return Fail(_telling(failure, history))
+
+
+def _after_miss(failure: CacheMissError, history: History) -> Action:
+    misses = sum(isinstance(past, CacheMissError) for past in history.failures) + 1
+    if misses <= MISSES_BEFORE_STATELESS:
+        return RePrefill()
+    return Fail(failure) if history.stateless and misses > 2 * MISSES_BEFORE_STATELESS else Stateless()
 
 
 def _again(failure: HopUnreachableError | DeadlineError, node_id: str | None, history: History) -> Retry | Probe | None:
