@@ -204,8 +204,8 @@ def test_a_config_alone_tells_what_would_be_refused(family: str, models: Models)
     if family in WHOLE:
         with pytest.raises(UnsupportedModelError, match="one node must hold all of it"):
             family_support.check_config(document, LayerRange(0, 1))
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(UnsupportedModelError, match="quantized"):
-        quantized = {"quantization_config": {"quant_method": "fp8"}}
         family_support.check_config({**document, **quantized}, LayerRange(0, num_layers(family)))
     with pytest.raises(UnsupportedModelError, match="transformers cannot use"):
         family_support.check_config({**document, "model_type": "no_such"}, LayerRange(0, 1))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from meshnet_core.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
 from meshnet_core.layer_range import LayerRange

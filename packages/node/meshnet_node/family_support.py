@@ -47,6 +47,7 @@ class Family:
         new_cache: makes the cache object from a view's config.
         steps_only: a frame of several positions on a filled cache would begin its recurrent layers at zero again, so
             such a frame runs position by position.
+        note: for people who choose a model; goes into ``docs/families.md``.
     """
 
     model_type: str
@@ -56,6 +57,7 @@ class Family:
     adapt: Callable[[PreTrainedModel, LayerRange], None] = no_change
     new_cache: Callable[[PreTrainedConfig], DynamicCache] = lambda config: DynamicCache(config=config)
     steps_only: bool = False
+    note: str = ""
 
 
 FAMILIES: dict[str, Family] = {
@@ -72,7 +74,14 @@ FAMILIES: dict[str, Family] = {
         Family("gemma2", takes_masks=True),
         Family("gemma3_text", takes_masks=True),
         Family("gemma3n_text", takes_masks=True, bond=adapters.bond_of_gemma3n),
-        Family("gemma4_text", takes_masks=True, bond=adapters.bond_of_gemma4, adapt=adapters.adapt_gemma4),
+        Family(
+            "gemma4_text",
+            takes_masks=True,
+            bond=adapters.bond_of_gemma4,
+            adapt=adapters.adapt_gemma4,
+            note="A checkpoint whose layers share K/V: not between a layer and the one whose K/V it uses. One with "
+            "per-layer embeddings: only whole.",
+        ),
         Family("glm"),
         Family("glm4"),
         Family("glm4_moe"),
@@ -81,13 +90,20 @@ FAMILIES: dict[str, Family] = {
         Family("granitemoe"),
         Family("granitemoehybrid", takes_masks=True),
         Family("hunyuan_v1_dense"),
-        Family("jamba", takes_masks=True, final_norm="final_layernorm", adapt=adapters.adapt_jamba, steps_only=True),
+        Family(
+            "jamba",
+            takes_masks=True,
+            final_norm="final_layernorm",
+            adapt=adapters.adapt_jamba,
+            steps_only=True,
+            note="Chunks of a prompt after the first run position by position.",
+        ),
         Family("kimi_linear", takes_masks=True),
         Family("lfm2", takes_masks=True, final_norm="embedding_norm"),
         Family("lfm2_moe", takes_masks=True, final_norm="embedding_norm"),
         Family("llama"),
         Family("llama4_text", takes_masks=True),
-        Family("mamba2", final_norm="norm_f"),
+        Family("mamba2", final_norm="norm_f", note="Its state does not grow."),
         Family("minimax", takes_masks=True, new_cache=adapters.minimax_cache),
         Family("ministral", takes_masks=True),
         Family("mistral"),
