@@ -29,8 +29,8 @@ Made by `python tests/family_table.py > docs/families.md`; a test fails when it 
 A family is supported once tests cover it: with tiny random checkpoints in float32, cached, stateless and unsharded runs
 give the same greedy tokens and logits within 1e-4, at every split that the table allows, with an effective start inside
 a shard, with prompts in chunks of 1, 7 and 64, and after the state was lost at three points of the answer
-(`tests/unit/test_shard_families.py`, `test_shard_parity.py`). What a session keeps is read off the cache objects of those
-runs. All of it counts in a node's budget.
+(`tests/unit/test_shard_families.py`, `test_shard_parity.py`). What a session keeps is read off the cache objects of
+those runs. All of it counts in a node's budget.
 
 A split that is not allowed is refused when a node starts, by name, with the reason and the nearest split that works.
 
