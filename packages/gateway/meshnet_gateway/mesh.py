@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any, Protocol
 
 import aiohttp
 
 from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary, listed, served_models
-from meshnet_core.errors import ModelNotFoundError, TrackerUnreachableError
+from meshnet_core.errors import MeshnetError, ModelNotFoundError, TrackerUnreachableError
 from meshnet_core.membership import NodeInfo, Snapshot
 from meshnet_core.planning import plan_route
 from meshnet_core.route import Route
@@ -45,24 +46,22 @@ class Mesh:
         self._snapshot: Snapshot | None = None
         self._taken_at = 0.0
         self._tracker_answers = True
+        self._asking: asyncio.Task[None] | None = None
         self._http: aiohttp.ClientSession | None = None
 
     async def snapshot(self) -> Snapshot:
-        """The newest there is; the last one known while no tracker answers.
+        """The newest there is; while no tracker answers the last one known, at once.
 
         Raises:
             TrackerUnreachableError: no tracker answers and none ever did.
         """
-        now = self._clock.now()
-        if self._snapshot is not None and self._tracker_answers and now - self._taken_at < SNAPSHOT_AGE_S:
-            return self._snapshot
-        try:
-            self._snapshot, self._taken_at = await self._tracker.snapshot(), now
-            self._heard(True)
-        except TrackerUnreachableError:
-            self._heard(False)
-            if self._snapshot is None:
-                raise
+        if self._snapshot is None:
+            return await self._refresh()
+        if not self._tracker_answers:
+            self._ask_again()
+        elif self._clock.now() - self._taken_at >= SNAPSHOT_AGE_S:
+            with suppress(TrackerUnreachableError):
+                return await self._refresh()
         return self._snapshot
 
     async def models(self) -> list[ModelSummary]:
@@ -88,13 +87,12 @@ class Mesh:
         Raises:
             LayersUnavailableError: some layers are served by no usable node.
         """
-        try:
-            route = await self._tracker.route(model.name, excluded, fingerprint=model.fingerprint)
-        except TrackerUnreachableError:
-            self._heard(False)
-            return plan_route(await self.snapshot(), model.name, excluded, fingerprint=model.fingerprint)
-        self._heard(True)
-        return route
+        if self._tracker_answers:
+            try:
+                return await self._tracker.route(model.name, excluded, fingerprint=model.fingerprint)
+            except TrackerUnreachableError:
+                self._heard(False)
+        return plan_route(await self.snapshot(), model.name, excluded, fingerprint=model.fingerprint)
 
     async def nodes_of(self, model: ModelSummary) -> list[NodeInfo]:
         """The nodes that hold some of the model."""
@@ -126,9 +124,32 @@ class Mesh:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
+        if self._asking is not None:
+            self._asking.cancel()
         if self._http is not None:
             await self._http.close()
             self._http = None
+
+    async def _refresh(self) -> Snapshot:
+        now = self._clock.now()
+        try:
+            snapshot = await self._tracker.snapshot()
+        except TrackerUnreachableError:
+            self._heard(False)
+            raise
+        self._snapshot, self._taken_at = snapshot, now
+        self._heard(True)
+        return snapshot
+
+    def _ask_again(self) -> None:
+        """Whether the tracker is back, asked beside the calls: none waits for one that hangs."""
+
+        async def ask() -> None:
+            with suppress(MeshnetError):
+                await self._refresh()
+
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(ask())
 
     async def _node_status(self, node: NodeInfo) -> dict[str, Any]:
         known: dict[str, Any] = {
