@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks import environment
+from benchmarks.busy import BusyWatch
 from benchmarks.generate import generate_system
 from benchmarks.mesh_processes import NodeOptions, mesh_processes
 from benchmarks.mesh_system import MeshSystem, mesh_system
@@ -82,7 +83,9 @@ async def measure(model: BenchModel, prepared: PreparedModel, plan: Plan, tell: 
         for repeat in range(plan.repeats):
             for system in systems if repeat % 2 == 0 else systems[::-1]:
                 tell(f"{model.key}: repeat {repeat + 1} of {plan.repeats}: {system.name}")
-                run = await system.run(prepared.prompt, plan.new_tokens)
+                with BusyWatch() as busy:
+                    run = await system.run(prepared.prompt, plan.new_tokens)
+                run.facts.update(busy.to_json())
                 found.runs.setdefault(system.name, []).append(run)
             await _stateless(systems, found, prepared.prompt, tell, repeat)
         for system in systems:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.busy import QUIET_CORES
 from benchmarks.figures import WINDOW, Spread, agreement
 from benchmarks.measurement import GENERATE, TWO_NODES, Measurement
 from benchmarks.summary import RETENTION_TARGET, SPEED_TARGET, comparisons, window_medians
@@ -35,7 +36,17 @@ def _speeds(found: Measurement) -> Table:
         f"{plan.new_tokens} new ones; torch {facts['torch']}, transformers {facts['transformers']}, "
         f"{facts['cores']} cores, load {facts['load_before']} before the start",
     )
-    for title in ("system", "first token, s", "tokens/s", f"first {WINDOW}", f"last {WINDOW}", "kept", "same tokens"):
+    titles = (
+        "system",
+        "first token, s",
+        "tokens/s",
+        f"first {WINDOW}",
+        f"last {WINDOW}",
+        "kept",
+        "same tokens",
+        "cores",
+    )
+    for title in titles:
         table.add_column(title, justify="left" if title == "system" else "right")
     for name, runs in found.runs.items():
         same = [agreement(run.tokens, other.tokens) for run, other in zip(runs, found.runs[GENERATE], strict=True)]
@@ -47,6 +58,7 @@ def _speeds(found: Measurement) -> Table:
             Spread.of(run.times.last_window for run in runs).shown(),
             Spread.of(run.times.retention for run in runs).shown(3),
             str(min(same)),
+            Spread.of(run.facts["busy_cores"] for run in runs).shown(),
         )
     return table
 
@@ -114,5 +126,10 @@ def _verdicts(found: Measurement) -> list[str]:
         spread = compared.pop(key)
         lines.append(
             f"{what}: {spread.shown(3)}; asked: {target}: {'reached' if spread.median >= target else 'MISSED'}"
+        )
+    elsewhere = max(run.facts["busy_elsewhere"] for runs in found.runs.values() for run in runs)
+    if elsewhere > QUIET_CORES:
+        lines.append(
+            f"DOUBTFUL: up to {elsewhere:.2f} cores were busy with other work meanwhile; measure on a quiet machine"
         )
     return [*lines, *(f"{key.replace('_', ' ')}: {spread.shown(3)}" for key, spread in compared.items())]
