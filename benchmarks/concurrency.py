@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import environment
+from benchmarks.busy import QUIET_CORES, BusyWatch
 from benchmarks.figures import Spread, agreement, ratios
 from benchmarks.mesh_processes import NodeOptions, mesh_processes
 from benchmarks.mesh_system import MeshSystem, mesh_system
@@ -43,6 +44,7 @@ class Found:
     together: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     same_tokens: list[int] = field(default_factory=list)
+    busy_elsewhere: float = 0.0
     peak_rss: dict[str, int | None] = field(default_factory=dict)
 
 
@@ -62,19 +64,21 @@ async def measure(mesh: MeshSystem, prompts: list[Prompt], new_tokens: int, repe
     found = Found()
     tokens = new_tokens * len(prompts)
     await mesh.run(prompts[0], WARM_UP_TOKENS)
-    for repeat in range(repeats):
-        console.print(f"repeat {repeat + 1} of {repeats}: one client", style="dim")
-        began = time.perf_counter()
-        alone = [await mesh.run(prompt, new_tokens) for prompt in prompts]
-        found.alone.append(tokens / (time.perf_counter() - began))
-        console.print(f"repeat {repeat + 1} of {repeats}: {len(prompts)} clients", style="dim")
-        began = time.perf_counter()
-        together: list[Run] = await asyncio.gather(*(mesh.run(prompt, new_tokens) for prompt in prompts))
-        found.together.append(tokens / (time.perf_counter() - began))
-        found.ttft_s.extend(run.times.ttft_s for run in together)
-        found.same_tokens.extend(
-            agreement(one.tokens, other.tokens) for one, other in zip(together, alone, strict=True)
-        )
+    with BusyWatch() as busy:
+        for repeat in range(repeats):
+            console.print(f"repeat {repeat + 1} of {repeats}: one client", style="dim")
+            began = time.perf_counter()
+            alone = [await mesh.run(prompt, new_tokens) for prompt in prompts]
+            found.alone.append(tokens / (time.perf_counter() - began))
+            console.print(f"repeat {repeat + 1} of {repeats}: {len(prompts)} clients", style="dim")
+            began = time.perf_counter()
+            together: list[Run] = await asyncio.gather(*(mesh.run(prompt, new_tokens) for prompt in prompts))
+            found.together.append(tokens / (time.perf_counter() - began))
+            found.ttft_s.extend(run.times.ttft_s for run in together)
+            found.same_tokens.extend(
+                agreement(one.tokens, other.tokens) for one, other in zip(together, alone, strict=True)
+            )
+    found.busy_elsewhere = busy.elsewhere
     found.peak_rss = mesh.peak_rss()
     return found
 
@@ -94,6 +98,7 @@ def document(found: Found, arguments: argparse.Namespace) -> dict[str, Any]:
         "ratio": ratios(found.together, found.alone).to_json(),
         "first_token_s": Spread.of(found.ttft_s).to_json(),
         "same_tokens_as_alone": min(found.same_tokens),
+        "busy_elsewhere": round(found.busy_elsewhere, 2),
         "target": SPEED_TARGET,
         "peak_rss": found.peak_rss,
     }
@@ -114,6 +119,10 @@ def print_table(found: Found, arguments: argparse.Namespace, console: Console) -
     ratio = ratios(found.together, found.alone)
     verdict = "reached" if ratio.median >= SPEED_TARGET else "MISSED"
     console.print(f"all together by one client: {ratio.shown()}; asked: {SPEED_TARGET}: {verdict}")
+    if found.busy_elsewhere > QUIET_CORES:
+        console.print(
+            f"DOUBTFUL: {found.busy_elsewhere:.2f} cores did other work meanwhile; measure on a quiet machine"
+        )
     same = min(found.same_tokens)
     console.print(f"tokens equal to the answer given alone: at least {same} of {arguments.new_tokens}")
 
