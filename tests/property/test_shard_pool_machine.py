@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from unittest import mock
 
 import pytest
 from hypothesis import settings, stateful
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, HopFailedError
-from meshnet_node import shard_pool
 from meshnet_node.shard_pool import FAILURE_HOLD_S, IN_LINE_S, ShardLease, ShardPool
 from scripted_shards import LAYERS, ScriptedShards, fingerprint
 
@@ -25,8 +23,6 @@ class PoolMachine(stateful.RuleBasedStateMachine):
     @stateful.initialize(max_loaded=st.integers(1, len(NAMES)))
     def begin(self, max_loaded: int) -> None:
         self.runner = asyncio.Runner()
-        self.patience = mock.patch.object(shard_pool, "BUSY_WAIT_S", 0.0)
-        self.patience.start()
         self.clock = ManualClock()
         self.shards = ScriptedShards(NAMES)
         self.pool = ShardPool(self.shards.offers(), max_loaded=max_loaded, clock=self.clock)
@@ -102,7 +98,6 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         self.let_the_line_lapse()
         for name in NAMES:  # whatever happened, each can still be had
             self.runner.run(self._acquire(name)).end()
-        self.patience.stop()
         self.runner.close()
 
     async def _acquire(self, name: str) -> ShardLease:

@@ -9,15 +9,8 @@ import pytest
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, CacheMissError, HopFailedError, InvalidInputError, MissReason
 from meshnet_core.layer_range import LayerRange
-from meshnet_node import shard_pool
 from meshnet_node.shard_pool import FAILURE_HOLD_S, IN_LINE_S, TURN_S, LoadedShard, ShardLease, ShardPool
 from scripted_shards import LAYERS, ScriptedShards, fingerprint
-
-
-@pytest.fixture(autouse=True)
-def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who finds all shards in use is refused soon."""
-    monkeypatch.setattr(shard_pool, "BUSY_WAIT_S", 0.05)
 
 
 def ask(pool: ShardPool, name: str, wait_s: float = 10.0, **options: object) -> asyncio.Task[ShardLease]:
@@ -68,19 +61,6 @@ async def test_with_all_in_use_the_next_is_refused_and_comes_in_when_one_is_free
     await use(pool, "c")
     assert shards.live() == ["a", "c"]
     first.end()
-
-
-async def test_who_waits_comes_in_as_soon_as_one_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_pool, "BUSY_WAIT_S", 20.0)
-    shards = ScriptedShards("ab")
-    pool = ShardPool(shards.offers(), max_loaded=1)
-    lease = await ask(pool, "a")
-    waiting = ask(pool, "b", wait_s=20)
-    await asyncio.sleep(0.02)
-    assert not waiting.done()
-    lease.end()
-    async with asyncio.timeout(5):
-        (await waiting).end()
 
 
 async def test_a_lease_ends_once() -> None:

@@ -47,11 +47,6 @@ def expected(folders: dict[str, Path]) -> dict[str, list[int]]:
     return {name: reference_greedy(reference_model(folder), PROMPT, COUNT) for name, folder in folders.items()}
 
 
-@pytest.fixture(autouse=True)
-def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_pool, "BUSY_WAIT_S", 0.05)
-
-
 def offer(name: str, folder: Path, layers: LayerRange | None = None) -> OfferedShard:
     """The shard of ``layers``, all of them if not given, as the command line plans it."""
     total = plan_shard(folder, LayerRange(0, 1)).num_layers

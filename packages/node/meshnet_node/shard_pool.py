@@ -2,9 +2,9 @@
 
 A session leases the shard that it runs on. One that is not loaded is loaded when it is asked for, in a thread, once for
 all who wait for it; the least recently used one that nobody leases is dropped before. A leased shard is never dropped.
-Where all are leased, those who want another one get in line: loaded shards that were there longest then take no more
-sessions, and so become free, so that no shard is kept out by a stream of newcomers to the others. Knows sessions by
-their leases alone, and no tensors.
+Where all are leased, who wants another one is refused and has a place in line for when it asks again: loaded shards
+that were there longest take no more sessions meanwhile, and so become free, so that no shard is kept out by a stream of
+newcomers to the others. Knows sessions by their leases alone, and no tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ __all__ = ["LoadedShard", "OfferedShard", "RunningMean", "ShardLease", "ShardPoo
 
 logger = logging.getLogger(__name__)
 
-BUSY_WAIT_S = 1.0  # for a shard to become free; longer waits are the gateway's, which holds no room meanwhile
 IN_LINE_S = 5.0  # a place in line is kept for one who was refused; gateways come back within a few seconds
 TURN_S = 5.0  # a shard that was loaded takes new sessions at least so long
 FAILURE_HOLD_S = 10.0  # what could not be loaded is not tried again, at the cost of others, before this is over
@@ -94,7 +93,6 @@ class ShardPool:
         self._free_bytes = free_bytes
         self._line: dict[_Place, float] = {}  # who waits for a shard to be dropped, first come first, and until when
         self._uses = 0
-        self._changed = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
         self._closed = False
         held = sum(offer.load is None for offer in offers)
@@ -174,22 +172,27 @@ class ShardPool:
             HopFailedError: it could not be loaded.
         """
         place = self._find(fingerprint, layers)
-        now = self._clock.now()
-        give_up, busy_until = now + wait_s, now + min(wait_s, BUSY_WAIT_S)
+        give_up = self._clock.now() + wait_s
         place.waiting += 1
         try:
             while place.offer.shard is None or not (in_use or self._takes_sessions(place)):
                 if place.offer.shard is None and place.loading is None:
                     self._check_not_failed(place)
                     self._begin_to_load(place, make_idle)
-                if place.offer.shard is not None or place.loading is None:
+                if place.loading is None:
                     self._get_in_line(place)
-                until = give_up if place.loading is not None else busy_until
-                if self._clock.now() >= until or not await self._change(until):
-                    raise CacheFullError(self._why_not(place))
+                    raise CacheFullError(
+                        f"{place.offer} has to wait: all of the {self.max_loaded} shards that this node loads at once "
+                        "are in use"
+                    )
+                await asyncio.wait([place.loading], timeout=max(0.0, give_up - self._clock.now()))
+                if place.loading is not None:
+                    done, total = place.progress
+                    raise CacheFullError(
+                        f"{place.offer} is still being loaded, {100 * done // max(1, total)} % so far; try again"
+                    )
         finally:
             place.waiting -= 1
-            self._announce()
         return self._lease(place, place.offer.shard)
 
     async def close(self) -> None:
@@ -211,7 +214,6 @@ class ShardPool:
         def end() -> None:
             place.leases -= 1
             self._use(place)
-            self._announce()
 
         return ShardLease(shard, end)
 
@@ -307,7 +309,6 @@ class ShardPool:
             )
         finally:
             place.loading = None
-            self._announce()
 
     def _load(self, place: _Place) -> LoadedShard:
         """Runs in a thread."""
@@ -375,27 +376,6 @@ class ShardPool:
             place.failed = None
             return
         raise type(error)(error.message)
-
-    # -- waiting ------------------------------------------------------------------------------------------------------
-
-    def _why_not(self, place: _Place) -> str:
-        if place.loading is not None:
-            done, total = place.progress
-            return f"{place.offer} is still being loaded, {100 * done // max(1, total)} % so far; try again"
-        return f"{place.offer} has to wait: all of the {self.max_loaded} shards that this node loads at once are in use"
-
-    def _announce(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _change(self, until: float) -> bool:
-        """Wait until something changed, or no longer than ``until``; says whether it did."""
-        try:
-            async with asyncio.timeout(max(0.0, until - self._clock.now())):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 def _until(line: list[_Place], place: _Place) -> list[_Place]:
