@@ -89,7 +89,7 @@ def test_a_taken_port_is_told_with_its_remedy(taken_port: int) -> None:
 def test_bare_meshnet_shows_the_help() -> None:
     result = run()
     assert result.returncode == 2
-    for command in ("tracker", "node", "gateway", "up", "chat"):
+    for command in ("tracker", "node", "gateway", "up", "chat", "verify"):
         assert re.search(rf"\b{command}\b", result.stdout + result.stderr)
 
 
@@ -101,6 +101,7 @@ def test_bare_meshnet_shows_the_help() -> None:
         ("gateway", "--tracker --host --port --recovery --step-deadline"),
         ("up", "--nodes --splits --port --dtype --device --threads --recovery --step-deadline"),
         ("chat", "--url --message -m --model --temperature"),
+        ("verify", "--splits --tokens --dtype --device --json"),
     ],
 )
 def test_every_option_is_in_the_help(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,21 @@ from typing import Any
 import pytest
 import torch
 import typer
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 import smollm2
 from meshnet_cli import complaint
 from meshnet_cli.main import app
 from meshnet_core.errors import UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
-from meshnet_node import layer_slicing, shard_route
+from meshnet_node import layer_slicing, shard_route, verification
 from meshnet_node.layer_slicing import LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_loader import load_shard
+from meshnet_node.shard_route import ShardRoute
 from meshnet_node.split import parse_splits
+from meshnet_node.unsplit_model import UnsplitModel
 from meshnet_node.verification import Verification, verify
 from tiny_models import VOCAB, num_layers, save_tiny
 from tiny_tokenizers import byte_level_files
@@ -181,6 +184,36 @@ def test_a_split_that_the_model_refuses_is_told_apart(
     assert found.verdict == "verified 6/6"
     with pytest.raises(UnsupportedModelError, match="split at 1 or 3"):
         check(folder("llama"), "llama", "0-1,2-3")
+
+
+def test_a_multimodal_checkpoint_is_verified_by_its_text_tower(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    text = AutoConfig.from_pretrained(folder("qwen3_5_moe_text"))
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_5_moe", text_config=text.to_dict(), vision_config=vision)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    assert check(tmp_path, "qwen3_5_moe_text", "0-1,2-4").verdict == "verified 6/6"
+
+
+def test_only_one_copy_of_the_model_is_held_at_a_time(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[object]] = []
+    alive: list[int] = []
+
+    def noted(kind: type) -> Callable[..., object]:
+        def make(*arguments: Any, **rest: Any) -> object:
+            alive.append(sum(one() is not None for one in held))
+            made = kind(*arguments, **rest)
+            held.extend(weakref.ref(part) for part in (made, getattr(made, "_model", made)))
+            return made
+
+        return make
+
+    monkeypatch.setattr(verification, "UnsplitModel", noted(UnsplitModel))
+    monkeypatch.setattr(verification, "ShardRoute", noted(ShardRoute))
+    check(folder("llama"), "llama", "0-1,2-3|0-2,3")
+    assert alive == [0, 0, 0]
 
 
 # --- the command
