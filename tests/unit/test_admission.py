@@ -79,7 +79,7 @@ async def test_a_node_that_keeps_no_state_is_answered_with_right_tokens(
         assert ids == expected
         assert report["mode"] == "stateless"
         assert [(event["error"], event["action"]) for event in recoveries(report)] == [("cache_full", "Stateless")]
-        assert mesh.slept == []
+        assert sum(mesh.slept) == 0
         assert mesh.held_sessions == 0
 
 
