@@ -58,6 +58,7 @@ from tiny_models import save_tiny
 
 PROMPT, COUNT = random_prompt(17), 16
 MISS = CacheMissError("m", reason=MissReason.EVICTED)
+OTHER_LAYERS = CacheMissError("m", reason=MissReason.RANGE_MISMATCH)
 GONE, LATE = HopUnreachableError("gone"), DeadlineError("late")
 BROKEN, LACKING = HopFailedError("broken"), LayersUnavailableError("layers 2-3 lack")
 
@@ -70,6 +71,8 @@ BROKEN, LACKING = HopFailedError("broken"), LayersUnavailableError("layers 2-3 l
     [
         (MISS, History(), RePrefill()),
         (MISS, History(failures=(MISS,) * MISSES_BEFORE_STATELESS), Stateless()),
+        (OTHER_LAYERS, History(), Reroute(frozenset({"b"}))),
+        (OTHER_LAYERS, History(failures=(MISS,), excluded=frozenset({"a"})), Reroute(frozenset({"a", "b"}), 0.2)),
         (GONE, History(), Retry(0.0)),
         (GONE, History(retries=MAX_RETRIES), Probe()),
         (GONE, History(retries=MAX_RETRIES, busy=True), Retry(0.1)),
@@ -263,6 +266,25 @@ async def test_a_restart_is_told_from_an_eviction_by_the_boot_id(llama: Path, ex
         assert ids == expected
         (event,) = report["recoveries"]  # type: ignore[misc]
         assert (event["reason"], event["node"]) == ("restarted", "node-1")
+        await old[0].close()
+
+
+async def test_a_node_that_comes_back_with_other_layers_is_routed_around(llama: Path, expected: list[int]) -> None:
+    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
+        route = await mesh.route(await mesh.model(MODEL), frozenset())
+        url, old = route.hops[1].url, []
+
+        def restart(_: str, made: int) -> None:
+            if made == 5:
+                old.append(mesh.kill(url))
+                add_node(mesh, llama, url, "1-2")
+
+        ids, report = await run(mesh.engine(), during=restart)
+        assert ids == expected
+        assert [(event["reason"], event["action"]) for event in report["recoveries"]] == [  # type: ignore[attr-defined]
+            ("restarted", "RePrefill"),
+            ("range_mismatch", "Reroute"),
+        ]
         await old[0].close()
 
 

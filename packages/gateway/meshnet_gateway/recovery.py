@@ -2,6 +2,7 @@
 
 failure                              first           then                     in the end
 cache miss                           re-prefill      re-prefill               stateless
+other model or layers there now      reroute without the hop                  fail
 hop unreachable                      retry           probe, as below          fail
 deadline                             probe           busy: retry once more    fail
                                                      else: reroute without it
@@ -33,6 +34,7 @@ from meshnet_core.errors import (
     HopUnreachableError,
     LayersUnavailableError,
     MeshnetError,
+    MissReason,
     TrackerUnreachableError,
 )
 from meshnet_gateway.waiting_room import NoRoomError
@@ -135,19 +137,21 @@ def next_action(failure: MeshnetError, node_id: str | None, history: History) ->
         return Fail(_telling(failure, history))
     wait_s = min(MAX_BACKOFF_S, BACKOFF_S * 2**attempts)
     without = history.excluded | ({node_id} if node_id is not None else frozenset())
+    reroute = Reroute(without, wait_s if attempts else 0.0)
     match failure:
+        case CacheMissError(reason=MissReason.MODEL_MISMATCH | MissReason.RANGE_MISMATCH) | DrainingError():
+            # A node with other layers than the route says, as after a restart, would say so again.
+            return reroute
         case CacheMissError():
             return _after_miss(failure, history)
         case HopUnreachableError() | DeadlineError():
-            return _again(failure, node_id, history) or Reroute(without, wait_s if attempts else 0.0)
-        case DrainingError():
-            return Reroute(without)
+            return _again(failure, node_id, history) or reroute
         case BadFrameError() if history.retries < MAX_RETRIES:
             return Retry()
         case BadFrameError() | HopFailedError():
             if not any(isinstance(past, type(failure)) for past in history.failures):
                 return RePrefill()
-            return Reroute(without, wait_s) if isinstance(failure, HopFailedError) else Fail(failure)
+            return reroute if isinstance(failure, HopFailedError) else Fail(failure)
         case NoRoomError():
             return Fail(failure)
         case CacheFullError(never=True):
