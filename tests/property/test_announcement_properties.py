@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from announcements import node, shard
 from meshnet_core.errors import InvalidInputError, LayersUnavailableError
-from meshnet_core.membership import NodeInfo, Snapshot
+from meshnet_core.membership import NodeInfo, ShardInfo, Snapshot
 from meshnet_core.planning import plan_route, served_models
 from meshnet_core.wire_fields import MAX_WHOLE
 
@@ -25,10 +25,17 @@ counts = st.integers(0, MAX_WHOLE)
 def test_an_announcement_survives_the_wire(
     sessions: int, queued: int, state_bytes: int, draining: bool, ms: float | None
 ) -> None:
-    held = shard("3-7", decode_ms=ms, prefill_ms=ms, weight_bytes=state_bytes)
+    held = shard("3-7", decode_ms=ms, prefill_ms=ms, weight_bytes=state_bytes, loaded=draining)
     sent = node("a", held, "8-9", sessions=sessions, queued=queued, state_bytes=state_bytes, draining=draining)
     assert NodeInfo.from_wire(json.loads(json.dumps(sent.to_wire()))) == sent
     assert Snapshot.from_wire(json.loads(json.dumps(Snapshot((sent,)).to_wire()))) == Snapshot((sent,))
+
+
+def test_a_shard_of_a_node_that_does_not_tell_is_loaded() -> None:
+    document = shard("0-3", loaded=False).to_wire()
+    assert not ShardInfo.from_wire(document).loaded
+    del document["loaded"]
+    assert ShardInfo.from_wire(document).loaded
 
 
 @given(anything)

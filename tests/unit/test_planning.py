@@ -107,6 +107,13 @@ def test_a_shard_not_measured_yet_costs_what_its_device_and_dtype_let_expect() -
     assert chosen(unmeasured("tpu", "bfloat16")) == "old[0-29]"  # an unknown device is taken for a CPU
 
 
+def test_a_shard_that_must_be_loaded_first_is_taken_where_the_loaded_one_is_far_slower_or_missing() -> None:
+    unloaded = node("a", shard("0-29", loaded=False))
+    assert chosen(snapshot(unloaded)) == "a[0-29]"
+    assert chosen(snapshot(unloaded, node("b", shard("0-29", decode_ms=2.0)))) == "b[0-29]"
+    assert chosen(snapshot(unloaded, node("b", shard("0-29", decode_ms=3.0)))) == "a[0-29]"
+
+
 def test_a_draining_or_excluded_node_is_left_out() -> None:
     spare = node("z", shard("0-29", decode_ms=50.0))
     assert chosen(snapshot(node("a", "0-29", draining=True), spare)) == "z[0-29]"
