@@ -52,14 +52,14 @@ class MeshnetProcess:
 
 @contextmanager
 def running(log: Path, *arguments: str, **environment: str) -> Iterator[MeshnetProcess]:
-    """Run ``meshnet`` with ``arguments`` while the block runs."""
+    """Run ``meshnet`` with ``arguments`` while the block runs; what it leaves in temporary folders is beside the log."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             [*MESHNET, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | environment,
+            env=os.environ | {"TMPDIR": str(log.parent)} | environment,
         )
     try:
         yield MeshnetProcess(process, log)
