@@ -52,7 +52,7 @@ class MeshnetProcess:
 
 @contextmanager
 def running(log: Path, *arguments: str, **environment: str) -> Iterator[MeshnetProcess]:
-    """Run ``meshnet`` with ``arguments`` while the block runs; what it leaves in temporary folders is beside the log."""
+    """Run ``meshnet`` with ``arguments`` while the block runs; its temporary folders are beside the log."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             [*MESHNET, *arguments],
