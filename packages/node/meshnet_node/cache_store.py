@@ -70,7 +70,9 @@ class _Entry(Generic[H]):
     held: H
     epoch: int
     reserved: int
-    admission: int  # counts up: the higher, the younger
+    # Counts up: the higher, the younger. A new epoch counts anew, and opens on all hops of its route at once, so that
+    # they agree on who is younger; else two sessions could evict each other, each on another node.
+    admission: int
     used_at: float
     leases: int = 0
 

@@ -239,6 +239,11 @@ class HopService:
             raise BadFrameError(f"hidden size {document.hidden_size} asked for, the model has {shard.hidden_size}")
         if document.route.num_layers != shard.num_layers:
             raise BadFrameError(f"{document.route.num_layers} layers asked for, the model has {shard.num_layers}")
+        if document.hop.dtype != shard.dtype:
+            raise CacheMissError(
+                f"the route has this hop compute in {document.hop.dtype}, the shard computes in {shard.dtype}",
+                reason=MissReason.MODEL_MISMATCH,
+            )
         if document.expected_length > shard.max_positions:
             raise BadFrameError(
                 f"the session may come to {document.expected_length} positions, the model takes {shard.max_positions}"

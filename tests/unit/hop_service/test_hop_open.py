@@ -28,6 +28,11 @@ REFUSED_OPENS: dict[str, tuple[dict[str, Any], type[HopError], str]] = {
     "another depth": ({"route": LONGER}, BadFrameError, "5 layers asked for, the model has 4"),
     "too long": ({"expected_length": 513}, BadFrameError, "513 positions, the model takes 512"),
     "another model": ({"route": replace(ROUTE, fingerprint="e" * 64)}, CacheMissError, "no shard of the model"),
+    "another dtype": (
+        {"route": replace(ROUTE, hops=tuple(replace(hop, dtype="bfloat16") for hop in ROUTE.hops))},
+        CacheMissError,
+        "compute in bfloat16, the shard computes in float32",
+    ),
     "layers not held": ({"route": OTHER_SPLIT}, CacheMissError, "layers 0-0 asked for, 0-1 held"),
     "a history too short": ({"hop_index": 1, "history": tuple(PROMPT[1:])}, BadFrameError, "12 token ids .* not 11"),
     "a history of other words": (
@@ -54,6 +59,7 @@ async def test_an_open_that_cannot_be_is_refused_and_leaves_nothing(line: Line, 
 async def test_refused_opens_name_their_reasons(line: Line) -> None:
     for name, reason in (
         ("another model", MissReason.MODEL_MISMATCH),
+        ("another dtype", MissReason.MODEL_MISMATCH),
         ("layers not held", MissReason.RANGE_MISMATCH),
     ):
         with pytest.raises(CacheMissError) as caught:
