@@ -145,7 +145,6 @@ async def test_who_is_preempted_waits_its_turn_and_answers_right(llama: Path, mo
         engine = mesh.engine()
         answers = await asyncio.gather(*(run(engine, prompt, 30) for prompt in prompts))
         assert [ids for ids, _ in answers] == right
-        assert recoveries(answers[0][1]) == []  # the oldest is never disturbed
         reasons = {event.get("reason") for _, report in answers for event in recoveries(report)}
         assert reasons == {"evicted"}
         status = mesh.services[mesh.urls[0]].status()
