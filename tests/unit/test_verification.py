@@ -16,12 +16,14 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 import smollm2
 from meshnet_cli import complaint
+from meshnet_cli import verify as verify_command
 from meshnet_cli.main import app
 from meshnet_core.errors import UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
 from meshnet_node import layer_slicing, shard_route, verification
 from meshnet_node.layer_slicing import LayerView
 from meshnet_node.model_backend import TorchModelShard
+from meshnet_node.model_files import open_model
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.shard_route import ShardRoute
@@ -258,6 +260,19 @@ def test_json_is_one_document_and_texts_are_used_where_there_is_a_tokenizer(
     assert document["checks"][-1]["largest_logit_difference"] == 0
     assert "3 texts" in shown.err
     assert shown.err.endswith("verified 6/6\n")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_moe_text"])
+def test_a_model_without_a_tokenizer_gets_the_same_random_ids_each_time(
+    family: str, folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = open_model(str(folder(family)))
+    prompts = verify_command._prompts(files, tokens=4)
+    assert [len(ids) for ids in prompts] == [5, 30, 90]
+    assert all(0 <= token < VOCAB for ids in prompts for token in ids)
+    assert verify_command._prompts(files, tokens=4) == prompts
+    assert "random ids, 5, 30, 90 of them" in capsys.readouterr().err
+    assert [len(ids) for ids in verify_command._prompts(files, tokens=500)] == [5, 12, 12]
 
 
 @pytest.mark.parametrize(

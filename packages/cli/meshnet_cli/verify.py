@@ -104,15 +104,11 @@ def _prompts(files: ModelFiles, tokens: int) -> list[tuple[int, ...]]:
     Raises:
         InvalidInputError: it does not fit.
     """
-    from meshnet_gateway.text_model import TextModel
-
-    texts = files.text_files()
+    vocabulary = _vocab_size(files)
     try:
-        text_model = TextModel.from_files(files.name, files.fingerprint, texts)
-        encoded = [text_model.encode(text) for text in TEXTS]
+        encoded = _encoded(files, vocabulary)
         say(f"prompts are {len(TEXTS)} texts of {_listed(encoded)} tokens")
     except UnsupportedModelError as error:
-        vocabulary = _vocab_size(files)
         draw = random.Random(0)  # noqa: S311 - any ids will do, the same each time
         encoded = [tuple(draw.randrange(vocabulary) for _ in range(length)) for length in RANDOM_LENGTHS]
         say(f"prompts are random ids, {_listed(encoded)} of them ({error.message})")
@@ -125,11 +121,27 @@ def _prompts(files: ModelFiles, tokens: int) -> list[tuple[int, ...]]:
     return [ids[:room] for ids in encoded]
 
 
+def _encoded(files: ModelFiles, vocabulary: int) -> list[tuple[int, ...]]:
+    """The built-in texts in the model's tokens.
+
+    Raises:
+        UnsupportedModelError: it has no tokenizer that could be used.
+    """
+    from meshnet_gateway.text_model import TextModel
+
+    text_model = TextModel.from_files(files.name, files.fingerprint, files.text_files())
+    encoded = [text_model.encode(text) for text in TEXTS]
+    # Without a vocabulary file, transformers makes a tokenizer of some families all the same, and it knows no token.
+    if not all(encoded) or max(map(max, encoded)) >= vocabulary:
+        raise UnsupportedModelError(f"the tokenizer files of {files.name} do not fit the model")
+    return encoded
+
+
 def _vocab_size(files: ModelFiles) -> int:
     config = files.config.get("text_config") or files.config
     size = config.get("vocab_size")
     if not isinstance(size, int) or size < 1:
-        raise UnsupportedModelError(f"the config.json of {files.name} says no vocab_size, and there is no tokenizer")
+        raise UnsupportedModelError(f"the config.json of {files.name} says no vocab_size")
     return size
 
 

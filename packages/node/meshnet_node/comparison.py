@@ -16,7 +16,7 @@ import torch
 FLOAT32_LOGITS = 1e-3
 """SmolLM2's logits move by 7e-5 between one frame and steps; a wrong state moves them by 5e-2 and more."""
 
-_ROUNDING = 16
+_ROUNDING = 8
 """Steps of rounding, relative to the spread of the logits, that pass for small however still the model itself keeps."""
 
 
