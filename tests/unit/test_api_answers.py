@@ -93,6 +93,33 @@ async def test_prefill_error_before_anything_was_sent_has_a_status(model: TextMo
     assert engine.closed == ["s-1", "s-2"]
 
 
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (LayersUnavailableError("layers 2-3 are served by no node"), "layers_unavailable"),
+        (ValueError("secret"), "internal"),
+    ],
+)
+async def test_an_error_after_progress_was_told_is_an_event(model: TextModel, failure: Exception, code: str) -> None:
+    engine = ScriptedEngine([PrefillProgress(256, 1000), failure])
+    response = await post(app_of(engine, model), messages=USER, stream=True)
+    assert response.status_code == 200  # it went out with the progress
+    progress, error, done = events_of(response)
+    assert progress == ": meshnet prefill 256/1000"
+    assert error["error"]["code"] == code
+    assert "secret" not in response.text
+    assert done == "[DONE]"
+    assert engine.closed == ["s-1"]
+
+
+async def test_an_error_before_the_first_text_is_an_event_once_progress_was_told(model: TextModel) -> None:
+    half = tokens(model.encode("你"))[:1]  # of a character, so that no text has come yet
+    engine = ScriptedEngine([PrefillProgress(5, 5), *half, DeadlineError("node-b did not answer", hop_index=1)])
+    events = events_of(await post(app_of(engine, model), messages=USER, stream=True))
+    assert events[-2]["error"]["code"] == "deadline"
+    assert events[-1] == "[DONE]"
+
+
 async def test_error_in_mid_stream_is_an_event_and_nothing_sent_is_lost(model: TextModel) -> None:
     said = tokens(model.encode("The fox E"))
     engine = ScriptedEngine([*said, DeadlineError("node-b did not answer within 60 s", hop_index=1)])

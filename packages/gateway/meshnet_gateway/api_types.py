@@ -88,6 +88,11 @@ class GenerationFields(Body):
         return self.max_tokens
 
     @property
+    def token_limit_field(self) -> str:
+        """The field that `token_limit` is, or would be, read from."""
+        return "max_tokens"
+
+    @property
     def top_logprobs_wanted(self) -> int | None:
         """How many tokens to report beside the chosen one's logprob; None for no report."""
         return None
@@ -203,6 +208,10 @@ class ChatRequest(GenerationFields):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def token_limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def top_logprobs_wanted(self) -> int | None:

@@ -92,7 +92,7 @@ def token_limit(fields: GenerationFields, model: TextModel, prompt_length: int, 
         raise ContextLengthError(
             f"the prompt has {prompt_length} tokens and the answer may have {asked}, {prompt_length + asked} in all; "
             f"{takes}, which leaves {limit - prompt_length}",
-            param="max_tokens" if fields.max_tokens is not None else "max_completion_tokens",
+            param=fields.token_limit_field,
         )
     return limit - prompt_length if asked is None else asked
 
@@ -132,10 +132,11 @@ class Jobs:
         Raises:
             MeshnetError: before anything was yielded; once something was, an error is an event.
         """
-        opened = False
+        begun = opened = False  # something was sent; the answer itself was begun
         try:
             async with self._running(job) as run, aclosing(run.events()) as events:
                 async for event in events:
+                    begun = True
                     if isinstance(event, PrefillProgress):
                         yield f": meshnet prefill {event.done}/{event.total}\n\n".encode()
                     elif not opened and (opening := job.shape.opening()) is not None:
@@ -150,11 +151,11 @@ class Jobs:
                     ending += _data(job.shape.usage(run.usage()))
                 yield ending + _DONE
         except MeshnetError as error:
-            if not opened:
+            if not begun:
                 raise
             yield _data(from_mesh(error)[1]) + _DONE
         except Exception:
-            if not opened:
+            if not begun:
                 raise
             # The status is out long since; the client is told, and the log has the traceback.
             logger.exception("answer %s broke off", job.shape.id)
