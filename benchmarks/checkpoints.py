@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshnet_node.gguf_conversion import default_cache_dir
+from meshnet_node.cache_folder import default_cache_dir
 
 SEED = 0
 _RECIPE = 1  # part of a random folder's name: raise it when the same shape would be drawn differently

@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from meshnet_node.gguf_conversion import default_cache_dir
+from meshnet_node.cache_folder import default_cache_dir
 
 NUM_LAYERS, HIDDEN_SIZE, VOCAB_SIZE = 30, 576, 49152
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

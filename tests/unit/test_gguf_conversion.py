@@ -26,7 +26,7 @@ import smollm2
 import tiny_gguf
 from meshnet_core.errors import InvalidInputError, UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
-from meshnet_node.gguf_conversion import GgufConversion, default_cache_dir
+from meshnet_node.gguf_conversion import GgufConversion
 from meshnet_node.gguf_header import read_gguf_header
 from meshnet_node.model_files import open_model
 from meshnet_node.shard_loader import load_shard
@@ -526,14 +526,3 @@ def test_a_failed_tokenizer_leaves_no_text_folder(tmp_path: Path, monkeypatch: p
         with pytest.raises(UnsupportedModelError, match=r"tiny\.gguf \(architecture llama\): no such tokenizer"):
             open_model(str(path), cache_dir=tmp_path / "cache")
     assert open_model(str(path), cache_dir=tmp_path / "cache").text_files().keys() >= {"config.json", "tokenizer.json"}
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MESHNET_CACHE", str(tmp_path / "own"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert default_cache_dir() == tmp_path / "own"
-    monkeypatch.setenv("MESHNET_CACHE", "")  # empty counts as unset
-    assert default_cache_dir() == tmp_path / "xdg" / "meshnet"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_cache_dir() == tmp_path / "home" / ".cache" / "meshnet"

@@ -15,9 +15,10 @@ import fake_hub
 import tiny_gguf
 from meshnet_core.errors import InvalidInputError, MeshnetError, ModelNotFoundError, UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
+from meshnet_core.text_file_names import TEXT_FILE_NAMES
 from meshnet_node.hub_model import _is_needed
 from meshnet_node.model_files import ModelFiles, open_model
-from meshnet_node.text_files import MAX_TEXT_FILE_BYTES, TEXT_FILE_NAMES
+from meshnet_node.text_files import MAX_TEXT_FILE_BYTES
 from tiny_models import num_layers, save_tiny
 
 
@@ -157,6 +158,7 @@ def test_pickles_are_refused_by_name_and_never_read(name: str, folder: Path, tmp
             "type mystery",
         ),
         ('{"model_type": "llama", "hidden_size": "big"}', "hidden_size"),
+        ('{"model_type": "resnet"}', "type resnet"),  # of no language model
     ],
 )
 def test_a_wrong_config_is_refused(config: str, reason: str, folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from meshnet_core.errors import RequestRefusedError, UnsupportedModelError
-from meshnet_gateway.text_model import TEXT_FILE_NAMES, TextModel
+from meshnet_core.text_file_names import TEXT_FILE_NAMES
+from meshnet_gateway.text_model import TextModel
 from smollm2 import reference_folder, reference_tokenizer
 from tiny_tokenizers import byte_fallback_files, byte_level_files
 

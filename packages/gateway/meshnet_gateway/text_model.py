@@ -18,27 +18,10 @@ from typing import Any
 from jinja2 import TemplateError
 
 from meshnet_core.errors import RequestRefusedError, UnsupportedModelError
+from meshnet_core.text_file_names import TEXT_FILE_NAMES
 from meshnet_gateway.text_decoder import TextDecoder
 from meshnet_gateway.token_bytes import TokenBytes
 
-# What a node may send a gateway, and nothing else: data files, by their exact names.
-TEXT_FILE_NAMES = frozenset(
-    {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "tokenizer.model",
-        "spiece.model",
-    }
-)
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 
@@ -69,9 +52,9 @@ class TextModel:
         """Read a tokenizer from files by name; takes from 0.1 s to some seconds, and touches no network.
 
         Raises:
-            UnsupportedModelError: a name that is not in `TEXT_FILE_NAMES`, or files that make no tokenizer.
+            UnsupportedModelError: a name that is no tokenizer's, or files that make no tokenizer.
         """
-        if strays := sorted(set(files) - TEXT_FILE_NAMES):
+        if strays := sorted(set(files).difference(TEXT_FILE_NAMES)):
             raise UnsupportedModelError(f"{name}: {strays[0]!r} is none of the files that a tokenizer is made of")
         with tempfile.TemporaryDirectory(prefix="meshnet-text-") as folder:
             for file_name, content in files.items():

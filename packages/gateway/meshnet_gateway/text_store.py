@@ -19,7 +19,8 @@ import aiohttp
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.errors import HopUnreachableError, MeshnetError
 from meshnet_core.membership import NodeInfo
-from meshnet_gateway.text_model import TEXT_FILE_NAMES, TextModel
+from meshnet_core.text_file_names import TEXT_FILE_NAMES
+from meshnet_gateway.text_model import TextModel
 
 MAX_TEXT_BYTES = 192 * 1024 * 1024  # of one answer; the largest tokenizers have 35 MB, a third more as base64
 KEPT = 16  # text models; each takes some tens of MB
@@ -119,7 +120,7 @@ def read_text_files(body: bytes) -> dict[str, bytes]:
         files = {str(name): base64.b64decode(content, validate=True) for name, content in document.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise HopUnreachableError(f"the answer is no JSON object of base64 strings: {error}") from error
-    if strays := sorted(set(files) - TEXT_FILE_NAMES):
+    if strays := sorted(set(files).difference(TEXT_FILE_NAMES)):
         raise HopUnreachableError(f"it holds {strays[0][:80]!r}, which is none of the files of a tokenizer")
     return files
 

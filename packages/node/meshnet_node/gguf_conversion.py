@@ -11,13 +11,12 @@ Knows how the cache is laid out; which tensor becomes which is :mod:`meshnet_nod
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from meshnet_core.errors import InvalidInputError, UnsupportedModelError
 from meshnet_node.atomic_file import folder_renamed_when_done, remove_stale, renamed_when_done
+from meshnet_node.cache_folder import writing_to_cache
 from meshnet_node.fingerprint import gguf_fingerprint
 from meshnet_node.gguf_header import read_gguf_header
 from meshnet_node.gguf_values import GgufValues
@@ -26,6 +25,7 @@ from meshnet_node.text_files import read_text_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from meshnet_core.layer_range import LayerRange
     from meshnet_node.gguf_tensor_map import TensorPlan
@@ -42,15 +42,6 @@ class Progress(Protocol):
     def __call__(self, what: str, done: int, total: int, /) -> None: ...
 
 
-def default_cache_dir() -> Path:
-    """``$MESHNET_CACHE``, else ``$XDG_CACHE_HOME/meshnet``, else ``~/.cache/meshnet``; an empty variable is unset."""
-    if own := os.environ.get("MESHNET_CACHE"):
-        return Path(own).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg).expanduser() / "meshnet"
-    return Path.home() / ".cache" / "meshnet"
-
-
 class GgufConversion:
     """One GGUF file and its place in the cache.
 
@@ -59,7 +50,7 @@ class GgufConversion:
         config: the model's config as transformers reads it from the file.
 
     Raises:
-        InvalidInputError: not a whole GGUF file.
+        InvalidInputError: not a whole GGUF file, or a cache folder that cannot be written to.
         UnsupportedModelError: an architecture or a block type that cannot be read rightly, by name.
     """
 
@@ -90,18 +81,19 @@ class GgufConversion:
 
         Raises:
             UnsupportedModelError: see :func:`meshnet_node.gguf_tensor_map.plan_tensors`; or values beyond float16.
-            InvalidInputError: an unknown dtype, or no room in the cache folder.
+            InvalidInputError: an unknown dtype, or a cache folder that cannot be written to or has no room.
         """
         check_dtype(dtype)
         folder = self.folder / dtype
         wanted = self._parts(layers)
         missing = [part for part in wanted if not self._is_whole(folder / f"{part}.safetensors", part, dtype)]
         if missing or not (folder / "config.json").is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            remove_stale(folder)
-            self._copy_config(folder, dtype)
-            if missing:
-                self._convert(folder, missing, dtype, progress)
+            with writing_to_cache():
+                folder.mkdir(parents=True, exist_ok=True)
+                remove_stale(folder)
+                self._copy_config(folder, dtype)
+                if missing:
+                    self._convert(folder, missing, dtype, progress)
         return folder
 
     def _parts(self, layers: LayerRange) -> list[str]:
@@ -160,10 +152,11 @@ class GgufConversion:
     def _make_text_folder(self) -> None:
         from meshnet_node.gguf_text import save_text_files  # noqa: PLC0415  torch and transformers, only when needed
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        remove_stale(self.folder)
-        with folder_renamed_when_done(self._text) as folder:
-            save_text_files(self.path, self.header, folder)
+        with writing_to_cache():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_stale(self.folder)
+            with folder_renamed_when_done(self._text) as folder:
+                save_text_files(self.path, self.header, folder)
 
 
 def check_dtype(dtype: str) -> None:

@@ -18,10 +18,12 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from meshnet_core.errors import ModelNotFoundError, UnsupportedModelError
+from meshnet_core.text_file_names import TEXT_FILE_NAMES
 from meshnet_node.atomic_file import renamed_when_done
+from meshnet_node.cache_folder import writing_to_cache
 from meshnet_node.fingerprint import hub_fingerprint
 from meshnet_node.tensor_index import INDEX_NAME, read_weight_map
-from meshnet_node.text_files import TEXT_FILE_NAMES, read_text_files
+from meshnet_node.text_files import read_text_files
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -65,6 +67,7 @@ class HubModel:
     Raises:
         ModelNotFoundError: no such repository, no access to it, or no network and nothing of it here.
         UnsupportedModelError: a repository without safetensors.
+        InvalidInputError: a cache folder that cannot be written to.
     """
 
     def __init__(self, hub_id: str, cache_dir: Path) -> None:
@@ -156,9 +159,10 @@ def _listed(hub_id: str, saved: Path) -> tuple[_Listing, bool]:
             f"no such folder here, and the hub cannot be reached for {hub_id} ({error}); give a folder or a .gguf file"
         ) from error
     listing = _read_listing(hub_id, info)
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    with renamed_when_done(saved) as path:
-        path.write_text(json.dumps(asdict(listing), indent=2, sort_keys=True) + "\n", "utf-8")
+    with writing_to_cache():
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        with renamed_when_done(saved) as path:
+            path.write_text(json.dumps(asdict(listing), indent=2, sort_keys=True) + "\n", "utf-8")
     return listing, True
 
 

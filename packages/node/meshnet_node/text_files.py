@@ -1,33 +1,15 @@
-"""Which files of a model folder a gateway needs to turn text into token ids and back.
-
-Knows names only: a whitelist, so that no weight, script or stray file of a model folder ever travels to a gateway.
-Knows nothing of what the files mean.
-"""
+"""The files of a model folder that a gateway needs to turn text into token ids and back. Knows not what they mean."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from meshnet_core.errors import InvalidInputError
+from meshnet_core.text_file_names import TEXT_FILE_NAMES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TEXT_FILE_NAMES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
 # The largest tokenizers (262,144 pieces with merges) are about 35 MB as tokenizer.json.
 MAX_TEXT_FILE_BYTES = 128 * 1024 * 1024
 
