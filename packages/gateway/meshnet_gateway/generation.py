@@ -23,27 +23,23 @@ from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.dtypes import wire_dtype
 from meshnet_core.errors import (
-    CacheFullError,
-    CacheMissError,
-    DeadlineError,
     DrainingError,
     HopError,
     HopFailedError,
-    HopUnreachableError,
     LayersUnavailableError,
     MeshnetError,
-    MissReason,
     RequestRefusedError,
 )
 from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, Phase
 from meshnet_core.ids import mint_session_id
-from meshnet_core.open_document import OpenDocument, OpenReply
+from meshnet_core.open_document import OpenDocument
 from meshnet_core.route import Route
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.transport import HopTransport
 from meshnet_gateway.blame import BlameMemory
 from meshnet_gateway.epoch_frames import EpochFrames
 from meshnet_gateway.generation_report import GenerationReport
+from meshnet_gateway.hop_calls import HopCalls
 from meshnet_gateway.recovery import (
     BUSY_RETRIES,
     MAX_RETRIES,
@@ -64,10 +60,7 @@ logger = logging.getLogger(__name__)
 
 CHUNKS_IN_FLIGHT = 2  # one runs on the first hop while the one before it runs on the next
 REPLAYS_IN_FLIGHT = 4  # single positions are little work; a hop queues as many frames of one session
-RELEASE_TIMEOUT_S = 5.0
-RELEASE_WAITS_S = (0.0, 0.1, 0.3)  # before each try: a connection may break under a release too
 MOVE_POLL_S = 1.0  # between two questions for a route without the nodes that drain
-PROBE_TIMEOUT_S = 1.0  # a probe takes no turn on a node's lane; one that does not answer it is hung or gone
 
 
 class Routes(Protocol):
@@ -176,9 +169,7 @@ class Generation:
         self._move_asked_at: float | None = None
         self._history = History(stateless=not request.cache, patience_s=engine.step_deadline_ms / 1000)
         self._failing_since: float | None = None
-        self._boots: dict[str, str] = {}  # by node: who opened the newest epoch
-        self._urls: set[str] = set()  # of every hop that may hold something of this session
-        self._leaving: set[asyncio.Task[None]] = set()  # releases on hops that a route change left
+        self._calls = HopCalls(self.session, engine.transport, engine.sleep)
         self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
         self._events = self._run()
 
@@ -192,13 +183,8 @@ class Generation:
     async def aclose(self) -> None:
         """End it, wherever it is, and free the session on every hop. Idempotent."""
         await self._events.aclose()
-        urls, self._urls = self._urls, set()
-        if urls or self._leaving:
-            # Shielded: a caller that is itself being cancelled must not leave state behind.
-            await asyncio.shield(asyncio.ensure_future(self._give_back(urls)))
-
-    async def _give_back(self, urls: set[str]) -> None:
-        await asyncio.gather(self._release(urls), *self._leaving)
+        # Shielded: a caller that is itself being cancelled must not leave state behind.
+        await asyncio.shield(asyncio.ensure_future(self._calls.give_back()))
         self._engine.room.freed()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -264,35 +250,20 @@ class Generation:
         """What follows ``failure``; the node to blame is asked first where its answer would matter."""
         now = self._engine.clock.now()
         self._failing_since = now if self._failing_since is None else self._failing_since
-        self._tell_restart(failure, route)
+        self._calls.tell_restart(failure, _blamed(failure, route))
         history = replace(history, failing_s=now - self._failing_since)
         node_id = _blamed(failure, route)
         action = next_action(failure, node_id, history)
         if isinstance(action, Probe) and route is not None and isinstance(failure, HopError):
-            busy = await self._is_busy(route.hops[failure.hop_index or 0].url)
+            busy = await self._calls.is_busy(route.hops[failure.hop_index or 0].url)
             action = next_action(failure, node_id, replace(history, busy=busy))
         return action
-
-    async def _is_busy(self, url: str) -> bool:
-        """Whether the node answers a probe and says that frames wait there."""
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                return (await self._engine.transport.probe(url, self.session)).queued > 0
-        except (MeshnetError, TimeoutError):
-            return False
-
-    def _tell_restart(self, failure: MeshnetError, route: Route | None) -> None:
-        """A node that knows nothing of the session, and is another process than the one that opened it, restarted."""
-        if isinstance(failure, CacheMissError) and failure.reason is MissReason.UNKNOWN_SESSION:
-            opened_by = self._boots.get(_blamed(failure, route) or "")
-            if opened_by is not None and failure.boot is not None and failure.boot != opened_by:
-                failure.reason = MissReason.RESTARTED
 
     async def _epoch_of(self, model: ModelSummary) -> AsyncGenerator[Event]:
         """One epoch: open, prefill what there is, decode until the end, a failure, or the move to another route."""
         route = await self._admit(model)
         self._report.epoch_began(route, cached=not self._history.stateless)
-        self._leave_hops_outside(route)
+        self._calls.leave_hops_outside(route, self._epoch)
         if self._history.stateless:
             reply = await self._whole_sequence(route)
         else:
@@ -344,7 +315,7 @@ class Generation:
         """
         if self._epoch >= 0 and self._engine.room.waiting:
             # Nobody holds room on some hops while it waits for room on others: two could wait for each other.
-            self._release_behind(set(self._urls), self._epoch)
+            self._calls.let_go(self._epoch)
         arrived = tried = self._engine.clock.now()
         tries = 0
 
@@ -404,23 +375,12 @@ class Generation:
             step_deadline_ms=self._engine.step_deadline_ms,
             history=tokens,
         )
-        self._urls.update(hop.url for hop in route.hops)
-        opens = (self._engine.transport.open(hop.url, whole.for_hop(i)) for i, hop in enumerate(route.hops))
-        replies = await asyncio.gather(*opens, return_exceptions=True)
-        errors = [reply for reply in replies if isinstance(reply, BaseException)]
-        if errors:
-            answered = zip(route.hops, replies, strict=True)
-            silent = {hop.url for hop, reply in answered if isinstance(reply, DeadlineError | HopUnreachableError)}
-            self._release_behind(silent, self._epoch)
-            await self._release({hop.url for hop in route.hops} - silent, through_epoch=self._epoch)
+        try:
+            await self._calls.open(whole)
+        except MeshnetError:
             # no frame was sent that could be sent again
             self._history = replace(self._history, retries=MAX_RETRIES + BUSY_RETRIES)
-            raise min(errors, key=_hopefulness)
-        self._boots |= {
-            hop.node_id: reply.boot
-            for hop, reply in zip(route.hops, replies, strict=True)
-            if isinstance(reply, OpenReply)
-        }
+            raise
 
     async def _prefill(self, route: Route) -> AsyncGenerator[PrefillProgress | FrameReply]:
         """Send prompt and answer so far, several frames in flight; progress now and then, then the last reply."""
@@ -478,40 +438,6 @@ class Generation:
                 self._report.failed(failure, "Retry", _blamed(failure, route))
                 await self._engine.sleep(action.wait_s)
                 retries += 1
-
-    def _leave_hops_outside(self, route: Route) -> None:
-        """Free what hops of earlier routes hold."""
-        left = self._urls - {hop.url for hop in route.hops}
-        self._urls -= left
-        self._release_behind(left, self._epoch - 1)
-
-    def _release_behind(self, urls: set[str], through_epoch: int) -> None:
-        """Release without waiting: a hop that hangs must not hold up the answer."""
-        if urls:
-            task = asyncio.create_task(self._release(urls, through_epoch))
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
-
-    async def _release(self, urls: set[str], through_epoch: int | None = None) -> None:
-        async def one(url: str) -> None:
-            for wait_s in RELEASE_WAITS_S:
-                await self._engine.sleep(wait_s)
-                try:
-                    async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                        await self._engine.transport.release(url, self.session, through_epoch)
-                        return
-                except (MeshnetError, TimeoutError) as error:
-                    # A node that is gone holds nothing; one that cannot be reached frees it by its time to live.
-                    logger.info("session %s: no release at %s: %s", self.session, url, error)
-                    if not isinstance(error, HopUnreachableError):
-                        return
-
-        await asyncio.gather(*(one(url) for url in urls))
-
-
-def _hopefulness(error: BaseException) -> int:
-    """Of the refusals of several hops the least hopeful counts: to wait for room is of use if nothing else is wrong."""
-    return 0 if not isinstance(error, CacheFullError) else 1 if error.never else 2
 
 
 def _blamed(failure: MeshnetError, route: Route | None) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 from hop_line import PROMPT, RANGES, STEPS, Gate, Line
 from in_process_mesh import reference_greedy, reference_model
 from meshnet_core.clock import SystemClock
-from meshnet_node import hop_service
+from meshnet_node import frame_runs
 from meshnet_node.model_backend import ShardBackend
 from meshnet_node.shard_loader import load_shard
 from tiny_models import save_tiny
@@ -60,4 +60,4 @@ def gate() -> Iterator[Gate]:
 @pytest.fixture
 def short_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """An early frame is not waited for long."""
-    monkeypatch.setattr(hop_service, "EARLY_HOLD_S", 0.05)
+    monkeypatch.setattr(frame_runs, "EARLY_HOLD_S", 0.05)

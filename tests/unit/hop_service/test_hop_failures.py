@@ -13,7 +13,7 @@ from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheMissError, DeadlineError, HopFailedError, MissReason
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.sampling import SampledToken
-from meshnet_node import hop_service
+from meshnet_node import frame_runs, hop_service
 from meshnet_node.cache_store import SessionKey
 from meshnet_node.model_backend import ShardBackend, ShardWork
 
@@ -65,7 +65,7 @@ async def test_sampling_that_fails_takes_the_tails_state_along(line: Line, monke
         raise ArithmeticError("on purpose")
 
     await line.open()
-    monkeypatch.setattr(line.hops[1], "_sample", fail)
+    monkeypatch.setattr(line.hops[1]._runs, "_sample", fail)
     error = await line.refusal(WHOLE)
     assert (type(error), error.hop_index) == (HopFailedError, 1)
     assert line.hops[1].store.find(SessionKey(SESSION, 1)) is None
@@ -108,8 +108,8 @@ async def test_a_frame_that_takes_far_too_long_takes_its_state_along(line: Line,
 @pytest.fixture
 def wide_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the time goes to the next hop, so that a busy machine does not blur whose was up first."""
-    assert hop_service.DOWNSTREAM_MARGIN < 1
-    monkeypatch.setattr(hop_service, "DOWNSTREAM_MARGIN", 0.5)
+    assert frame_runs.DOWNSTREAM_MARGIN < 1
+    monkeypatch.setattr(frame_runs, "DOWNSTREAM_MARGIN", 0.5)
 
 
 @pytest.mark.usefixtures("wide_margin")

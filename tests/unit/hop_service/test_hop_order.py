@@ -28,7 +28,7 @@ from hop_line import (
 from meshnet_core.clock import SystemClock
 from meshnet_core.errors import CacheFullError, CacheMissError, DeadlineError, HopUnreachableError, MissReason
 from meshnet_core.frames import Frame, FrameReply
-from meshnet_node import hop_service
+from meshnet_node import frame_runs
 from meshnet_node.cache_store import StoreLimits
 from meshnet_node.model_backend import ShardBackend
 
@@ -123,7 +123,7 @@ async def test_a_place_in_the_queue_is_free_as_soon_as_the_next_hop_has_answered
     began = time.monotonic()
     answered.set()
     await asyncio.gather(*sent)
-    assert time.monotonic() - began < hop_service.EARLY_HOLD_S / 2
+    assert time.monotonic() - began < frame_runs.EARLY_HOLD_S / 2
 
 
 @pytest.mark.usefixtures("short_hold")

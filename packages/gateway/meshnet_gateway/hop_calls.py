@@ -1,0 +1,125 @@
+"""One generation's calls to its hops other than frames: open on all or on none, probe, and release whatever was left.
+
+Knows which hops may hold something of the session and who opened it there; what is sent when is `generation`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from meshnet_core.errors import (
+    CacheFullError,
+    CacheMissError,
+    DeadlineError,
+    HopUnreachableError,
+    MeshnetError,
+    MissReason,
+)
+from meshnet_core.open_document import OpenDocument, OpenReply
+from meshnet_core.route import Route
+from meshnet_core.transport import HopTransport
+
+logger = logging.getLogger(__name__)
+
+RELEASE_TIMEOUT_S = 5.0
+RELEASE_WAITS_S = (0.0, 0.1, 0.3)  # before each try: a connection may break under a release too
+PROBE_TIMEOUT_S = 1.0  # a probe takes no turn on a node's lane; one that does not answer it is hung or gone
+
+
+class HopCalls:
+    """The calls of one session.
+
+    Args:
+        session: its id.
+        transport: reaches the hops.
+        sleep: waits, in seconds, before another try.
+    """
+
+    def __init__(self, session: str, transport: HopTransport, sleep: Callable[[float], Awaitable[None]]) -> None:
+        self._session = session
+        self._transport = transport
+        self._sleep = sleep
+        self._boots: dict[str, str] = {}  # by node: who opened the newest epoch
+        self._urls: set[str] = set()  # of every hop that may hold something of this session
+        self._leaving: set[asyncio.Task[None]] = set()  # releases that nobody waits for yet
+
+    async def open(self, whole: OpenDocument) -> None:
+        """Open on all hops at once; where one refuses, what the others set aside is freed again.
+
+        Raises:
+            MeshnetError: the least hopeful of the refusals.
+        """
+        hops = whole.route.hops
+        self._urls.update(hop.url for hop in hops)
+        opens = (self._transport.open(hop.url, whole.for_hop(index)) for index, hop in enumerate(hops))
+        replies = await asyncio.gather(*opens, return_exceptions=True)
+        errors = [reply for reply in replies if isinstance(reply, BaseException)]
+        if errors:
+            answered = zip(hops, replies, strict=True)
+            silent = {hop.url for hop, reply in answered if isinstance(reply, DeadlineError | HopUnreachableError)}
+            self._release_behind(silent, whole.epoch)
+            await self._release({hop.url for hop in hops} - silent, through_epoch=whole.epoch)
+            raise min(errors, key=_hopefulness)
+        self._boots |= {
+            hop.node_id: reply.boot for hop, reply in zip(hops, replies, strict=True) if isinstance(reply, OpenReply)
+        }
+
+    async def is_busy(self, url: str) -> bool:
+        """Whether the node answers a probe and says that frames wait there."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                return (await self._transport.probe(url, self._session)).queued > 0
+        except (MeshnetError, TimeoutError):
+            return False
+
+    def tell_restart(self, failure: MeshnetError, node_id: str | None) -> None:
+        """A node that knows nothing of the session, and is another process than the one that opened it, restarted."""
+        if isinstance(failure, CacheMissError) and failure.reason is MissReason.UNKNOWN_SESSION:
+            opened_by = self._boots.get(node_id or "")
+            if opened_by is not None and failure.boot is not None and failure.boot != opened_by:
+                failure.reason = MissReason.RESTARTED
+
+    def leave_hops_outside(self, route: Route, epoch: int) -> None:
+        """Free what hops of routes before ``epoch`` hold that are not on ``route``."""
+        left = self._urls - {hop.url for hop in route.hops}
+        self._urls -= left
+        self._release_behind(left, epoch - 1)
+
+    def let_go(self, through_epoch: int) -> None:
+        """Free what every hop holds up to an epoch, without waiting for it."""
+        self._release_behind(set(self._urls), through_epoch)
+
+    async def give_back(self) -> None:
+        """Free the session on every hop, for good. Idempotent."""
+        urls, self._urls = self._urls, set()
+        await asyncio.gather(self._release(urls), *self._leaving)
+
+    def _release_behind(self, urls: set[str], through_epoch: int) -> None:
+        """Release without waiting: a hop that hangs must not hold up the answer."""
+        if urls:
+            task = asyncio.create_task(self._release(urls, through_epoch))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _release(self, urls: set[str], through_epoch: int | None = None) -> None:
+        async def one(url: str) -> None:
+            for wait_s in RELEASE_WAITS_S:
+                await self._sleep(wait_s)
+                try:
+                    async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                        await self._transport.release(url, self._session, through_epoch)
+                        return
+                except (MeshnetError, TimeoutError) as error:
+                    # A node that is gone holds nothing; one that cannot be reached frees it by its time to live.
+                    logger.info("session %s: no release at %s: %s", self._session, url, error)
+                    if not isinstance(error, HopUnreachableError):
+                        return
+
+        await asyncio.gather(*(one(url) for url in urls))
+
+
+def _hopefulness(error: BaseException) -> int:
+    """Of the refusals of several hops the least hopeful counts: to wait for room is of use if nothing else is wrong."""
+    return 0 if not isinstance(error, CacheFullError) else 1 if error.never else 2

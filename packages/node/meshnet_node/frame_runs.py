@@ -1,0 +1,274 @@
+"""The runs of frames at a hop: taken in once and in order, run on the own layers, handed on to the next hop.
+
+A frame that fails after it began takes its session's state with it; a frame that comes again joins the run it belongs
+to. Knows no opens and no HTTP; which session a frame belongs to, and whether it fits its terms, is settled before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshnet_core.clock import Clock
+from meshnet_core.errors import (
+    BadFrameError,
+    CacheMissError,
+    DeadlineError,
+    HopUnreachableError,
+    MeshnetError,
+    MissReason,
+)
+from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
+from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.transport import HopTransport
+from meshnet_node.cache_store import CacheStore, SessionKey
+from meshnet_node.forward_lane import ForwardLane
+from meshnet_node.hop_session import FrameKey, HopSession, Outcome, Run
+from meshnet_node.model_backend import ForwardCancelledError, ShardResult, ShardWork
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_FRAMES = 4  # of one session at one hop; the sender waits beyond that
+EARLY_HOLD_S = 10.0  # how long a frame waits for the one before it
+RUN_DEADLINES = 2  # a frame may run for this many of its steps' deadlines: one that was busy is asked for once more
+DOWNSTREAM_MARGIN = 0.95  # of what is left of the deadline goes to the next hop, so that the hop that hung is blamed
+
+SampleFunction = Callable[[torch.Tensor, SamplingParams, Sequence[int], int, int], SampledToken]
+
+
+class FrameRuns:
+    """Runs frames of the sessions in ``store``.
+
+    Args:
+        store: leases the sessions.
+        lane: runs the frames.
+        transport: reaches the next hops.
+        sample: chooses tokens at the tail.
+        clock: for deadlines.
+        is_draining: whether replies say that this hop's node is about to leave.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: CacheStore[HopSession],
+        lane: ForwardLane,
+        transport: HopTransport,
+        sample: SampleFunction,
+        clock: Clock,
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._lane = lane
+        self._transport = transport
+        self._sample = sample
+        self._clock = clock
+        self._is_draining = is_draining
+        self._background: set[asyncio.Task[Any]] = set()
+
+    async def close(self) -> None:
+        """Cancel what still runs, and wait for it."""
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    async def take_in(self, key: SessionKey, session: HopSession, frame: Frame, arrived: float) -> Run:
+        """The run of this frame: the one that an identical frame began, or a new one in its turn."""
+        frame_key = FrameKey.of(frame)
+        deadline = arrived + frame.deadline_ms / 1000
+        if frame_key not in session.runs:
+            await self._await_turn(key, session, frame, frame_key, deadline)
+        if (known := session.runs.get(frame_key)) is not None:  # a retry, or a twin that came while this one waited
+            self._revive(session, frame, known, deadline)
+            return known
+        session.accepted = frame.position + frame.seq_len
+        session.received_bytes += len(frame.body)
+        kind = frame.phase.value if frame.cache else "stateless"
+        session.frames[kind] = session.frames.get(kind, 0) + 1
+        run = Run(asyncio.create_task(self._run(key, session, frame, frame_key, arrived, deadline)))
+        self._keep(session, run.task)
+        session.remember(frame_key, run)
+        session.announce()
+        return run
+
+    async def _await_turn(
+        self, key: SessionKey, session: HopSession, frame: Frame, frame_key: FrameKey, deadline: float
+    ) -> None:
+        """Wait until the frame is next and the queue has room, or its twin has been taken in."""
+        if not frame.cache:
+            if session.in_flight:
+                raise BadFrameError("with the cache off one frame runs at a time")
+            return
+        give_up = min(deadline, self._clock.now() + EARLY_HOLD_S)
+        while frame.position > session.accepted or session.in_flight >= MAX_QUEUED_FRAMES:
+            try:
+                async with asyncio.timeout(max(0.0, give_up - self._clock.now())):
+                    await session.changed.wait()
+            except TimeoutError:
+                break
+            self._store.require(key, frame.epoch)  # it may have left the store meanwhile
+            if frame_key in session.runs:
+                return
+        if frame.position != session.accepted:
+            raise CacheMissError(
+                f"the session holds {session.accepted} positions here, the frame begins at {frame.position}",
+                reason=MissReason.POSITION_MISMATCH,
+            )
+        if session.in_flight >= MAX_QUEUED_FRAMES:
+            raise DeadlineError(f"{session.in_flight} frames of this session are still queued here")
+
+    async def _run(
+        self, key: SessionKey, session: HopSession, frame: Frame, frame_key: FrameKey, arrived: float, deadline: float
+    ) -> FrameReply:
+        """Run the frame on the own layers, then hand it on. Whatever goes wrong here costs the state."""
+        try:
+            limit = arrived + RUN_DEADLINES * session.document.step_deadline_ms / 1000
+            outcome = await self._run_own_layers(key, session, frame, max(deadline, limit))
+        except BaseException as error:
+            self._store.drop_held(key, session, MissReason.FAILED)
+            if isinstance(error, ForwardCancelledError):
+                raise self._gone(key, frame.epoch) from error
+            raise
+        run = session.runs[frame_key]
+        run.undelivered = outcome
+        try:
+            return await self._deliver(session, frame, run, outcome, arrived, max(deadline, run.deadline))
+        except BaseException:
+            if session.state is None:  # no room was taken to keep what would be delivered again; a retry runs anew
+                session.runs.pop(frame_key, None)
+            raise
+
+    async def _run_own_layers(self, key: SessionKey, session: HopSession, frame: Frame, deadline: float) -> Outcome:
+        shard, start = session.shard, frame.start_layer
+        work = ShardWork(
+            start=start,
+            state=session.state,
+            position=frame.position,
+            seq_len=frame.seq_len,
+            payload=frame.body,
+            wire_dtype=session.document.wire_dtype,
+            sample=frame.sample if session.is_tail else 0,
+            cancelled=lambda: session.cancelled,
+        )
+
+        def finish(result: ShardResult) -> tuple[ShardResult, tuple[SampledToken, ...]]:
+            tokens: tuple[SampledToken, ...] = ()
+            if result.logits is not None:
+                tokens = (self._sample_last(session, frame, result.logits),)
+            session.measure_state()
+            return result, tokens
+
+        with self._store.lease(key, frame.epoch, session.room(frame.position + frame.seq_len)):
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                    turn = (key, frame.epoch)
+                    (result, tokens), timing = await self._lane.run(turn, shard.backend, work, finish)
+            except TimeoutError as error:
+                raise DeadlineError(
+                    f"layers {session.document.hop.layers} did not finish the frame at position {frame.position} in "
+                    f"{RUN_DEADLINES} deadlines of a step"
+                ) from error
+        shard.measure(
+            len(session.document.hop.layers),
+            frame.seq_len,
+            decode=frame.phase is Phase.DECODE,
+            forward_s=timing.forward_s,
+        )
+        hop_timing = HopTiming(
+            frame.hop_index,
+            queue_ms=1000 * timing.queue_s,
+            forward_ms=1000 * timing.forward_s,
+            sample_ms=1000 * timing.finish_s if tokens else 0.0,
+        )
+        return Outcome(result.hidden, tokens, hop_timing)
+
+    def _sample_last(self, session: HopSession, frame: Frame, logits: torch.Tensor) -> SampledToken:
+        """The token after the frame's last position; the history grows by it, so that penalties see it."""
+        position = frame.position + frame.seq_len
+        if len(session.history) != position:
+            raise CacheMissError(
+                f"the tail knows {len(session.history)} token ids, the frame ends at position {position}",
+                reason=MissReason.POSITION_MISMATCH,
+            )
+        params, prompt_length = session.document.sampling, session.document.prompt_length
+        token = self._sample(logits[-1], params, session.history, prompt_length, position)
+        session.history.append(token.id)
+        return token
+
+    async def _deliver(
+        self, session: HopSession, frame: Frame, run: Run, outcome: Outcome, arrived: float, deadline: float
+    ) -> FrameReply:
+        """The reply: the own tokens at the tail, else what the next hop answers to the hidden states."""
+        timing = outcome.timing
+        position = frame.position + frame.seq_len
+        next_hop = session.document.next_hop
+        if next_hop is None or outcome.hidden is None:
+            timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived))
+            return FrameReply(position, outcome.tokens, (timing,), self.if_draining(frame))
+        left_ms = int(1000 * (deadline - self._clock.now()) * DOWNSTREAM_MARGIN)
+        if left_ms < 1:
+            raise DeadlineError(f"no time was left to hand position {frame.position} to the next hop")
+        onward = replace(
+            frame,
+            hop_index=frame.hop_index + 1,
+            start_layer=next_hop.layers.start,
+            deadline_ms=left_ms,
+            body=outcome.hidden,
+        )
+        reply = await self._transport.forward(next_hop.url, onward)
+        run.undelivered = None
+        timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived), sent_bytes=len(outcome.hidden))
+        draining = (*self.if_draining(frame), *reply.draining)
+        return FrameReply(position, reply.tokens, (timing, *reply.timings), draining)
+
+    def if_draining(self, frame: Frame) -> tuple[int, ...]:
+        """What a reply says of this hop where its node is about to leave."""
+        return (frame.hop_index,) if self._is_draining() else ()
+
+    def _revive(self, session: HopSession, frame: Frame, run: Run, deadline: float) -> None:
+        """A retry of a frame whose own part went well but whose delivery failed: only the delivery runs again."""
+        run.deadline = max(run.deadline, deadline)
+        if not run.task.done() or run.undelivered is None or run.task.cancelled():
+            return
+        if isinstance(run.task.exception(), HopUnreachableError | DeadlineError | BadFrameError):
+            delivery = self._deliver(session, frame, run, run.undelivered, self._clock.now(), deadline)
+            run.task = asyncio.create_task(delivery)
+            self._keep(session, run.task)
+
+    async def outcome_of(self, run: Run, key: SessionKey, frame: Frame, arrived: float) -> FrameReply:
+        """Wait for a run without owning it: a caller that leaves, or whose time is up, does not take the run along.
+
+        So a frame that waited long for its turn is not lost: the identical one joins it.
+        """
+        task = run.task
+        await asyncio.wait([task], timeout=max(0.0, arrived + frame.deadline_ms / 1000 - self._clock.now()))
+        if not task.done():
+            raise DeadlineError(f"the frame at position {frame.position} is not done after {frame.deadline_ms} ms")
+        if task.cancelled():
+            raise self._gone(key, frame.epoch)
+        return task.result()
+
+    def _gone(self, key: SessionKey, epoch: int) -> CacheMissError:
+        """The miss of a frame whose session left the store while it ran."""
+        try:
+            self._store.require(key, epoch)
+        except CacheMissError as miss:
+            return miss
+        return CacheMissError(f"a frame of session {key.session} was cancelled", reason=MissReason.FAILED)
+
+    def _keep(self, session: HopSession, task: asyncio.Task[Any]) -> None:
+        self._background.add(task)
+
+        def done(finished: asyncio.Task[Any]) -> None:
+            self._background.discard(finished)
+            session.announce()  # one less in flight
+            if not finished.cancelled() and (error := finished.exception()) is not None:
+                level = logging.DEBUG if isinstance(error, MeshnetError) else logging.ERROR
+                logger.log(level, "a frame failed: %s", error, exc_info=error if level == logging.ERROR else None)
+
+        task.add_done_callback(done)
