@@ -133,13 +133,14 @@ def shared_cores(nodes: int, threads: int) -> dict[str, str]:
     """Environment of a node that shares its cores with others.
 
     OpenMP's threads spin for a while after each operation, waiting for the next. With one node that is quick; with
-    several on the same cores the idle ones spin on the cores that the working one needs. Where the threads of all nodes
-    are more than the cores, waiting threads sleep instead; a single thread never waits.
+    several on the same cores the idle ones spin on the cores that the working one needs, and to sleep at once costs a
+    wake-up for each of a step's hundreds of operations. Where the threads of all nodes are more than the cores, waiting
+    threads spin for a fraction of a millisecond: through a step, not beyond it (`benchmarks.wait_policy`).
 
-    OMP_WAIT_POLICY is for GNU's OpenMP, which torch brings on Linux; KMP_BLOCKTIME for LLVM's, on macOS.
+    GOMP_SPINCOUNT is for GNU's OpenMP, which torch brings on Linux; KMP_BLOCKTIME for LLVM's, on macOS.
     """
     if threads > 1 and nodes * threads > (os.cpu_count() or 1):
-        return {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+        return {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
     return {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import socket
 from dataclasses import dataclass
 from typing import Annotated
@@ -81,8 +82,11 @@ def node(
     ] = None,
     api: Annotated[bool, typer.Option("--api", help="Serve the API of a gateway too, from this process.")] = False,
     api_port: Annotated[
-        int, typer.Option("--api-port", min=0, max=65535, help="Port of that API.")
-    ] = options.DEFAULT_GATEWAY_PORT,
+        int | None,
+        typer.Option(
+            "--api-port", min=0, max=65535, help="Port of that API.", show_default=str(options.DEFAULT_GATEWAY_PORT)
+        ),
+    ] = None,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -106,6 +110,8 @@ def node(
     limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace)
     if advertise is not None and not advertise.startswith(("http://", "https://")):
         raise InvalidInputError(f"--advertise {advertise!r} is no address; write it like http://10.0.0.7:7410")
+    if api_port is not None and not api:
+        raise InvalidInputError("--api-port is the port of the API that --api serves; give both or neither")
     asyncio.run(_ask_tracker(tracker))  # before the model is loaded for a minute
     sock = serving.listen_from(host, options.FIRST_NODE_PORT) if port is None else serving.listen(host, port)
     got = serving.port_of(sock)
@@ -115,23 +121,27 @@ def node(
         sock=sock,
         url=(advertise or serving.reachable_url(host, got, towards=tracker)).rstrip("/"),
         tracker=tracker,
-        api=serving.listen(host, api_port, option="--api-port") if api else None,
+        api=_listen_for_api(host, api_port) if api else None,
     )
     with progress_reporter() as report:
         report("", "starting torch", 0, 1)
-        _start_torch(threads)
+        lane_threads = _start_torch(threads)
         pool = load_pool(choices, max_loaded_shards, dtype.value, device, report)
     from meshnet_cli.node_process import serve
 
     gc.collect()
     gc.freeze()
-    asyncio.run(serve(place, pool, limits))
+    asyncio.run(serve(place, pool, limits, lane_threads))
     serving.leave_at_once()
 
 
+def _listen_for_api(host: str, port: int | None) -> socket.socket:
+    return serving.listen(host, options.DEFAULT_GATEWAY_PORT if port is None else port, option="--api-port")
+
+
 def _default_name(port: int) -> str:
-    machine = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname().partition(".")[0])
-    return check_id(f"{machine or 'node'}-{port}"[:64], "node id")
+    machine = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0])
+    return check_id(f"{machine[:50] or 'node'}-{port}", "node id")
 
 
 async def _ask_tracker(url: str) -> None:
@@ -144,8 +154,10 @@ async def _ask_tracker(url: str) -> None:
         await client.close()
 
 
-def _start_torch(threads: int | None) -> None:
-    """Import all that a node needs, with ``threads`` threads for torch.
+def _start_torch(threads: int | None) -> int:
+    """Import all that a node needs; the CPU threads that its frames are to run with, torch's own choice if not told.
+
+    Every other thread of the process gets one, this one included: see `meshnet_node.forward_lane.ForwardLane`.
 
     Hundreds of thousands of objects come with torch and transformers, and stay. Collecting garbage while they are made
     takes a second of each start, and looking through them in every full collection afterwards a pause in somebody's
@@ -160,5 +172,6 @@ def _start_torch(threads: int | None) -> None:
 
     gc.freeze()
     gc.enable()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    lane_threads = threads or torch.get_num_threads()
+    torch.set_num_threads(1)
+    return lane_threads

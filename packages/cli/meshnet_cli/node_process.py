@@ -41,9 +41,9 @@ DRAIN_POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
 
-async def serve(place: Place, shards: ShardPool, limits: SessionLimits) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; leave the tracker and close when no session is left, when the grace is
-    over, or when told once more.
+async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads: int) -> None:
+    """Serve with ``threads`` CPU threads until SIGINT or SIGTERM, then drain; leave the tracker and close when no
+    session is left, when the grace is over, or when told once more.
 
     Raises:
         InvalidInputError: more bytes are asked for than the device has.
@@ -56,7 +56,7 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits) -> None:
         boot=boot,
         shards=shards,
         store=CacheStore(_store_limits(device, limits, shards.bytes_to_come), clock),
-        lane=ForwardLane(),
+        lane=ForwardLane(threads=threads),
         transport=transport,
         sample=sample,
         clock=clock,

@@ -99,8 +99,11 @@ def _offer(choice: ShardChoice, files: ModelFiles, dtype: str, device: str, repo
 
 def _load(plan: ShardPlan, model: str, files: ModelFiles, progress: Progress) -> TorchModelShard:
     """Load what was planned, unless the folder holds another model by now: it would answer under a wrong name."""
+    import torch
+
     from meshnet_node.model_files import open_model
 
+    torch.set_num_threads(1)  # of this thread: the forward lane's team of threads is to be the only one
     if Path(model).expanduser().is_dir() and open_model(model).fingerprint != files.fingerprint:
         raise ModelNotFoundError(f"the files of {model} were changed since this node started; start it again")
     return plan.load(progress)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import torch
+
 from meshnet_node.model_backend import ShardBackend, ShardResult, ShardWork
 
 T = TypeVar("T")
@@ -58,9 +60,17 @@ class _Job(Generic[T]):
 
 
 class ForwardLane:
-    """Runs frames on one device, one list at a time, in a thread of its own."""
+    """Runs frames on one device, one list at a time, in a thread of its own.
 
-    def __init__(self, name: str = "forward-lane") -> None:
+    Args:
+        name: of the thread.
+        threads: CPU threads that torch uses for this lane's frames; None leaves it as it is. Set in the lane's own
+            thread, since OpenMP keeps a team of threads for each thread that calls it: where others had teams too,
+            there would be more threads than cores, and libgomp then puts waiting ones to sleep at every product.
+    """
+
+    def __init__(self, name: str = "forward-lane", *, threads: int | None = None) -> None:
+        self._threads = threads
         self._queues: OrderedDict[object, deque[_Job[object]]] = OrderedDict()
         self._ready = threading.Condition()
         self._closed = False
@@ -108,6 +118,8 @@ class ForwardLane:
         self._queues.clear()
 
     def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
         while True:
             with self._ready:
                 while not self._queues and not self._closed:
