@@ -1,7 +1,7 @@
 """An OpenAI-style chat stream as events. Speaks HTTP with a gateway; knows no terminal.
 
 data: {"choices": [{"delta": {"content": "Hel"}}]}        -> Text("Hel")
-: prefill 256/1000                                        -> Prefill(256, 1000)
+: meshnet prefill 256/1000                                -> Prefill(256, 1000)
 data: {"choices": [...], "usage": {...}, "meshnet": {...}} -> Ended(...)
 data: {"error": {...}}                                    -> CommandFailedError
 data: [DONE]

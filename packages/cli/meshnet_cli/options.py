@@ -45,7 +45,7 @@ Device = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, metavar="N", help="CPU threads of a node. [default: what torch chooses]"),
+    typer.Option("--threads", min=1, metavar="N", help="CPU threads of a node.", show_default="what torch chooses"),
 ]
 
 CacheBytes = Annotated[

@@ -40,7 +40,7 @@ def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
         ]
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # the latter of a name that cannot even be asked for
         raise InvalidInputError(f"--host {host!r} cannot be resolved; give an address of this machine") from error
     sock = socket.socket(family, kind)
     try:

@@ -16,8 +16,11 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_gateway.recovery import Replay
 
 
-class StoppedError(Exception):
-    """SIGTERM or SIGINT asked this command to end."""
+class StoppedError(KeyboardInterrupt):
+    """SIGTERM or SIGINT asked this command to end.
+
+    A `KeyboardInterrupt`, since an event loop that runs just then would log any other exception and go on.
+    """
 
 
 def up(
@@ -37,7 +40,12 @@ def up(
     port: Annotated[int, options.port("the API")] = options.DEFAULT_GATEWAY_PORT,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     device: options.Device = "auto",
-    threads: options.Threads = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads", min=1, metavar="N", help="CPU threads of each node.", show_default="a share of the cores"
+        ),
+    ] = None,
     cache_bytes: options.CacheBytes = None,
     max_sessions: options.MaxSessions = DEFAULT_MAX_SESSIONS,
     session_ttl: options.SessionTtl = DEFAULT_SESSION_TTL_S,
