@@ -34,7 +34,7 @@ class Chaos:
     doubled: float = 0.05
     doubled_late: float = 0.03
     cut: float = 0.02
-    reply_cut: float = 0.01
+    reply_cut: float = 0.003  # each costs a prefill, since who cannot read an answer cannot know what was done
     most_turns: int = 40  # of the event loop, that a delay takes
 
 

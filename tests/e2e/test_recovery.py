@@ -370,6 +370,25 @@ async def test_with_nobody_covering_the_missing_layers_are_named_in_time(fleet: 
     await whole_again(fleet, "tail-a")
 
 
+async def test_a_stream_that_nobody_can_go_on_with_ends_in_an_error_object(fleet: NodeFleet) -> None:
+    api = await asyncio.to_thread(fleet.start_gateway, "--step-deadline", str(SHORT_S))
+    lines: list[str] = []
+    killed_at = 0.0
+    async for line in stream(api, QUESTION, temperature=0, max_tokens=COUNT):
+        lines.append(line)
+        if sum(line.startswith("data: ") for line in lines) == 6 and not killed_at:
+            fleet.kill("tail-a")
+            fleet.kill("tail-b")
+            killed_at = time.monotonic()
+    assert time.monotonic() - killed_at < SHORT_S + 1.0
+    assert lines[-1] == "data: [DONE]"
+    error = json.loads(lines[-2].removeprefix("data: "))["error"]
+    assert (error["code"], error["type"]) == ("layers_unavailable", "server_error")
+    assert "15-29" in error["message"]
+    await soon_empty(fleet)
+    await whole_again(fleet, *TAILS)
+
+
 # -- clients that leave -----------------------------------------------------------------------------------------------
 
 
