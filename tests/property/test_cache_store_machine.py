@@ -7,7 +7,7 @@ store takes room from, it states what may and must not happen, not how.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -84,11 +84,7 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries.values()) + self.condemned_bytes
-
-    @property
-    def condemned_bytes(self) -> int:
-        return sum(entry.nbytes for entry in self.condemned)
+        return sum(entry.nbytes for entry in (*self.entries.values(), *self.condemned))
 
     def depart(self, key: SessionKey, reason: MissReason) -> None:
         entry = self.entries.pop(key)
@@ -113,12 +109,15 @@ class Model:
             reasons.add(reason)
         return reasons or {MissReason.UNKNOWN_SESSION}
 
-    def idle(self, now: float, spared: SessionKey) -> list[SessionKey]:
+    def of_session(self, session: str) -> dict[SessionKey, Entry]:
+        return {key: entry for key, entry in self.entries.items() if key.session == session}
+
+    def idle(self, now: float, spared: Collection[SessionKey]) -> list[SessionKey]:
         """Whom a newcomer may take, in the order in which it must."""
         idle = [
             (entry.used_at, key)
             for key, entry in self.entries.items()
-            if key != spared and not entry.leases and now - entry.used_at >= LIMITS.running_s
+            if key not in spared and not entry.leases and now - entry.used_at >= LIMITS.running_s
         ]
         return [key for _, key in sorted(idle, key=lambda pair: pair[0])]
 
@@ -153,13 +152,15 @@ class StoreMachine(RuleBasedStateMachine):
         model, now = self.model, self._tick()
         self._expire()
         held = Held()
-        current = model.entries.get(key)
+        own = model.of_session(key.session)
         stale = epoch <= max(model.newest(key), model.over.get(key.session, -1))
-        replaced = current.nbytes if current else 0
-        free = LIMITS.budget_bytes - model.nbytes + replaced - reserve
-        places = LIMITS.max_sessions - len(model.entries) + (current is not None) - 1
+        stale = stale or any(epoch < entry.epoch for entry in own.values())
+        replaced = {name: entry for name, entry in own.items() if entry.epoch < epoch}
+        freed = sum(entry.nbytes for entry in replaced.values() if not entry.leases)
+        free = LIMITS.budget_bytes - model.nbytes + freed - reserve
+        places = LIMITS.max_sessions - len(model.entries) + len(replaced) - 1
         victims: list[SessionKey] = []
-        idle = model.idle(now, key)
+        idle = model.idle(now, own)
         while (free < 0 or places < 0) and idle:
             victim = idle.pop(0)
             victims.append(victim)
@@ -177,8 +178,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert refusal is None
         for victim in victims:
             model.depart(victim, MissReason.EVICTED)
-        if current is not None:
-            model.depart(key, MissReason.EPOCH_STALE)
+        for name in replaced:
+            model.depart(name, MissReason.EPOCH_STALE)
         self.admitted += 1
         model.entries[key] = Entry(held, epoch, reserve, self.admitted, now)
         self.all_held.append(held)
@@ -257,7 +258,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_are_the_sum_and_within_the_budget(self) -> None:
         assert self.store.nbytes == self.model.nbytes
-        assert self.store.nbytes - self.model.condemned_bytes <= LIMITS.budget_bytes
+        assert self.store.nbytes <= LIMITS.budget_bytes  # what a frame still runs on, though dropped, included
         assert len(self.store) <= LIMITS.max_sessions
 
     @invariant()
@@ -292,7 +293,7 @@ class StoreMachine(RuleBasedStateMachine):
         model = self.model
         grower = model.entries.get(key)
         before = dict(model.entries)
-        idle = model.idle(now, key)
+        idle = model.idle(now, {key})
         lease = self.store.lease(key, epoch, needs)
         refusal = refused(lease.__enter__)
         if grower is None or grower.epoch != epoch:

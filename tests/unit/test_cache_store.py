@@ -192,6 +192,32 @@ def test_an_old_epoch_that_still_runs_counts_until_its_frame_ends_and_touches_no
     assert new.cancels == 0
 
 
+def test_an_old_epoch_that_still_runs_gives_its_room_only_when_its_frame_has_ended(store: CacheStore[Held]) -> None:
+    old = admit(store, "a", 60)
+    with store.lease(key("a"), 0):
+        with pytest.raises(CacheFullError) as caught:
+            admit(store, "a", 50, epoch=1)
+        assert not caught.value.never
+        assert old.cancels == 0
+    admit(store, "a", 50, epoch=1)
+    assert store.nbytes == 50
+
+
+def test_a_newer_epoch_ends_the_older_one_at_every_hop_that_this_node_was(store: CacheStore[Held]) -> None:
+    """After a change of the route the node is hop 1 and was hops 0 and 2."""
+    old = [admit(store, "a", 40, hop_index=hop) for hop in (0, 2)]
+    other = admit(store, "b", 10)
+    new = admit(store, "a", 80, epoch=1, hop_index=1)
+    assert [held.cancels for held in (*old, new, other)] == [1, 1, 0, 0]
+    assert store.nbytes == 90
+    assert {miss(store, "a", hop_index=hop) for hop in (0, 2)} == {MissReason.EPOCH_STALE}
+    with pytest.raises(CacheMissError) as caught:
+        admit(store, "a", 0, epoch=0, hop_index=3)
+    assert caught.value.reason is MissReason.EPOCH_STALE
+    admit(store, "a", 5, epoch=1, hop_index=3)
+    assert store.nbytes == 95
+
+
 def test_two_that_look_alike_are_still_two(store: CacheStore[Held]) -> None:
     """Both leased, then both dropped: each lease ends its own."""
     admit(store, "a", 10)

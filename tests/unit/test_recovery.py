@@ -351,6 +351,25 @@ async def test_a_hop_left_by_a_route_change_is_freed_at_once(llama: Path, expect
         assert held[-1] == 0
 
 
+async def test_a_node_that_a_route_change_moves_to_another_place_keeps_nothing_of_the_old_one(
+    llama: Path, expected: list[int]
+) -> None:
+    """It was the second of two hops, and is the last of three."""
+    async with tiny_mesh(llama, ["0-1", "2-3", "0-0", "1-1"]) as mesh:
+        store, held = mesh.services[mesh.urls[1]].store, []
+
+        def kill(_session: str, made: int) -> None:
+            if made == 6:
+                mesh.kill(mesh.urls[0])
+                mesh.down.add(mesh.urls[0])
+            held.append([session.document.hop_index for session in store])
+
+        ids, report = await run(mesh.engine(), during=kill)
+        assert ids == expected
+        assert [hop["node"] for hop in report["route"]] == ["node-2", "node-3", "node-1"]  # type: ignore[attr-defined]
+        assert held == [[1]] * 6 + [[2]] * (COUNT - 6)
+
+
 async def test_a_frame_that_waits_past_its_deadline_is_joined_by_its_retry(llama: Path, expected: list[int]) -> None:
     async with tiny_mesh(llama, ["0-3"]) as mesh:
         (service,) = mesh.services.values()

@@ -109,7 +109,8 @@ class CacheStore(Generic[H]):
     def admit(self, key: SessionKey, epoch: int, held: H, reserve: int) -> None:
         """Take in a new session, or a new epoch of one, with ``reserve`` bytes set aside for it.
 
-        Entries that are idle give way, least recently used first; running ones never do.
+        Entries that are idle give way, least recently used first; running ones never do. What the session has here of
+        older epochs ends, at whichever hop: a change of its route may have moved this node to another place in it.
 
         Raises:
             CacheMissError: the session was released, or ``epoch`` is not newer than what is known of it.
@@ -117,15 +118,16 @@ class CacheStore(Generic[H]):
         """
         self.sweep()
         self._check_newer(key, epoch)
-        current = self._entries.get(key)
-        freed = current.nbytes if current is not None else 0
-        victims = self._idle_victims(self.nbytes - freed + reserve, len(self) - (current is not None) + 1, {key})
+        own = self._of_session(key.session)
+        past = [name for name, entry in own.items() if entry.epoch < epoch]
+        freed = sum(own[name].nbytes for name in past if not own[name].leases)  # what a frame runs on stays a while
+        victims = self._idle_victims(self.nbytes - freed + reserve, len(self) - len(past) + 1, set(own))
         if victims is None:
             raise CacheFullError(self._why_full(reserve), never=self._never_fits(key, epoch, reserve))
         for victim in victims:
             self.drop(victim, MissReason.EVICTED)
-        if current is not None:
-            self.drop(key, MissReason.EPOCH_STALE)
+        for name in past:
+            self.drop(name, MissReason.EPOCH_STALE)
         self._tombstones.pop(key, None)
         self._entries[key] = _Entry(held, epoch, reserve, next(self._admissions), self._clock.now())
 
@@ -234,11 +236,15 @@ class CacheStore(Generic[H]):
                 f"session {key.session} {over}, epoch {epoch} included",
                 reason=reason if reason is MissReason.RELEASED else MissReason.EPOCH_STALE,
             )
-        entry = self._entries.get(key)
-        if entry is not None and epoch <= entry.epoch:
-            raise CacheMissError(
-                f"session {key.session} is at epoch {entry.epoch} already", reason=MissReason.EPOCH_STALE
-            )
+        for name, entry in self._of_session(key.session).items():
+            if epoch < entry.epoch or (name == key and epoch == entry.epoch):
+                raise CacheMissError(
+                    f"session {key.session} is at epoch {entry.epoch} already", reason=MissReason.EPOCH_STALE
+                )
+
+    def _of_session(self, session: str) -> dict[SessionKey, _Entry[H]]:
+        """What it has here, at all of its hops."""
+        return {key: entry for key, entry in self._entries.items() if key.session == session}
 
     def _idle_victims(self, nbytes: int, count: int, spared: set[SessionKey]) -> list[SessionKey] | None:
         """Idle entries to drop, oldest use first, so that totals fit the limits; None if even all are too few."""
@@ -284,11 +290,7 @@ class CacheStore(Generic[H]):
 
     def _never_fits(self, key: SessionKey, epoch: int, reserve: int) -> bool:
         """Whether there would be no room if nothing but the session's other hops at this node were held."""
-        own = [
-            entry
-            for name, entry in self._entries.items()
-            if name.session == key.session and name != key and entry.epoch == epoch
-        ]
+        own = [entry for name, entry in self._of_session(key.session).items() if name != key and entry.epoch == epoch]
         needed = reserve + sum(entry.nbytes for entry in own)
         return needed > self.limits.budget_bytes or len(own) + 1 > self.limits.max_sessions
 
