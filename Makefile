@@ -28,8 +28,12 @@ SOURCES := packages tests benchmarks
 help:
 	@sed -n 's/^#   //p' Makefile
 
+# One that is here and works is kept, with what is in it: somebody may have put another build of torch there first.
 $(VENV)/.created:
 	@set -e; \
+	if $(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	  echo "using the $(VENV) that is here"; touch $@; exit 0; \
+	fi; \
 	for python in $(if $(PYTHON),"$(PYTHON)",$(PYTHONS)); do \
 	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    echo "making $(VENV) with $$($$python --version) ($$python)"; \
