@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -60,6 +61,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
     replies, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed must not be taken for an answer
+    logging: Any = transformers.utils.logging  # untyped
+    logging.set_verbosity_error()  # a benchmark's tables are no place for advice on optional kernels
+    logging.disable_progress_bar()
     torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.dtype)
     model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=dtype, local_files_only=True)
