@@ -354,7 +354,10 @@ def an_example(cls: type[MeshnetError]) -> MeshnetError:
     return cls("what was wrong", **fields)
 
 
-LEAVES = [cls for cls in all_errors() if not cls.__subclasses__() or cls is CacheFullError]
+# Those with a code of their own. Other packages subclass some of them; on the wire those are their parents.
+LEAVES = [
+    cls for cls in all_errors() if cls is not MeshnetError and cls.__module__ == errors.__name__ and "code" in vars(cls)
+]
 
 
 @pytest.mark.parametrize("cls", LEAVES, ids=lambda cls: cls.code)
