@@ -24,11 +24,15 @@ async def _serve(host: str, sock: socket.socket) -> None:
     from aiohttp import web
 
     from meshnet_core.clock import SystemClock
+    from meshnet_core.connection_log import connection_log
     from meshnet_tracker.directory import Directory
     from meshnet_tracker.server import create_app
 
     app = create_app(Directory(clock=SystemClock()))
     stopped = serving.stop_event()
-    async with serving.serving_aiohttp(web.AppRunner(app, access_log=None, shutdown_timeout=serving.SHUTDOWN_S), sock):
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=serving.SHUTDOWN_S, logger=connection_log("meshnet_tracker.server")
+    )
+    async with serving.serving_aiohttp(runner, sock):
         serving.say_ready(serving.url_of(host, serving.port_of(sock)))
         await stopped.wait()

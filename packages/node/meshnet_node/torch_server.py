@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from meshnet_core import http_codec
+from meshnet_core.connection_log import connection_log
 from meshnet_core.errors import (
     BadFrameError,
     HopFailedError,
@@ -95,7 +95,7 @@ def runner_for(app: web.Application) -> web.AppRunner:
         keepalive_timeout=KEEPALIVE_S,
         shutdown_timeout=SHUTDOWN_S,
         auto_decompress=False,
-        logger=_connection_log,
+        logger=connection_log(__name__),
     )
 
 
@@ -255,19 +255,3 @@ def _cannot_listen(host: str, port: int, error: Exception) -> str:
     if isinstance(error, OSError) and error.errno == errno.EACCES:
         return f"port {port} on {host} is reserved to the system; choose one above 1023 with --port"
     return f"cannot listen on {host}:{port}: {error}; give an address of this machine with --host and a port to 65535"
-
-
-class _GarbageFilter(logging.Filter):
-    """Bytes that are no HTTP get one line: strangers knock on open ports, and a traceback would tell nothing more."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        cause = record.exc_info[1] if record.exc_info else None
-        if isinstance(cause, HttpProcessingError):
-            record.msg, record.args = "not HTTP: %s", (cause.message,)
-            record.exc_info = None
-            record.levelno, record.levelname = logging.INFO, "INFO"
-        return True
-
-
-_connection_log = logging.getLogger(f"{__name__}.connections")
-_connection_log.addFilter(_GarbageFilter())
