@@ -1,4 +1,4 @@
-"""Bytes that are no HTTP, met by the tracker's own process: a 400, one line in its log at most, and the next request works."""
+"""Bytes that are no HTTP, at a tracker's port: a 400, one line in its log at most, and the next request works."""
 
 from __future__ import annotations
 
