@@ -19,7 +19,7 @@ from meshnet_gateway.answer_shapes import ChatShape, CompletionShape
 from meshnet_gateway.api_errors import ErrorBody
 from meshnet_gateway.api_types import ChatRequest, CompletionRequest, GenerationFields
 from meshnet_gateway.event_stream import ClientGoneError, EventStream, while_connected
-from meshnet_gateway.jobs import Job, Jobs, make_job, outcome_of
+from meshnet_gateway.jobs import FAREWELL, Job, Jobs, make_job, outcome_of
 from meshnet_gateway.ports import Mesh, TextModels
 from meshnet_gateway.status import GatewayFigures
 
@@ -137,7 +137,7 @@ async def _answer(request: Request, body: GenerationFields, prepare: Callable[[]
             raise
         headers = {"x-request-id": job.shape.id}
         if body.stream:
-            return EventStream(door.jobs.streamed(job), headers)
+            return EventStream(door.jobs.streamed(job), headers, FAREWELL)
         return JSONResponse(await door.jobs.whole(job), headers=headers)
 
     try:

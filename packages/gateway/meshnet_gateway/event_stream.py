@@ -64,25 +64,31 @@ class EventStream(Response):
     Args:
         events: whole events, or comment lines, with the blank line that ends each.
         headers: besides `SSE_HEADERS`.
+        farewell: sent last where the server itself stops in mid-stream, so that no stream ends without a word.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes], headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], headers: dict[str, str], farewell: bytes = b"") -> None:
         super().__init__(headers={**headers, **SSE_HEADERS})
         del self.headers["content-length"]
         self._events = events
+        self._farewell = farewell
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(receive, self._send_all(send))
         except ClientGoneError:
             return
+        except asyncio.CancelledError:
+            if self._started:
+                await send({"type": "http.response.body", "body": self._farewell, "more_body": False})
+            raise
 
     async def _send_all(self, send: Send) -> None:
-        started = False
         async with aclosing(self._events) as events:
             async for event in events:
-                if not started:
+                if not self._started:
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                    started = True
+                    self._started = True
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -230,3 +230,5 @@ def _data(document: dict[str, Any]) -> bytes:
 
 
 _DONE = b"data: [DONE]\n\n"
+FAREWELL = _data(error_object(503, "the gateway is stopping; ask again", code="gateway_stopping")) + _DONE
+"""The last events of a stream that the gateway's own end cuts short."""

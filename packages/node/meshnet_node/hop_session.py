@@ -69,7 +69,7 @@ class HopSession:
         state: None on the stateless path.
         accepted: positions taken in so far, queued ones included; the next frame's position.
         history: at the tail, prompt and answer token ids; grows with each token sampled.
-        runs: frames in flight and the last one finished.
+        runs: frames in flight, and the last few finished (`KEPT_RUNS`).
         changed: set and replaced whenever `accepted` or the number of frames in flight changes.
         frames: how many frames of each kind were run, for people to read.
     """
