@@ -40,7 +40,9 @@ def load(model: BenchModel, source: str, layers: LayerRange, dtype: str, cache: 
     ``read_bytes`` are the tensors' bytes as loader and converter count them while reading the model's own file;
     ``system_read_bytes`` what the kernel counted for the whole process meanwhile, headers, tokenizer and the converted
     files included. ``model_bytes`` and ``model_held_bytes`` are the whole model's, on disk and in memory in ``dtype``.
-    ``peak_bytes`` is the most memory beyond ``idle_bytes``, which this process held before.
+    ``opening_peak_bytes`` and ``peak_bytes`` are the most memory beyond ``idle_bytes``, which this process held before:
+    while the model was opened, which makes a GGUF's tokenizer into files the first time, and while it was converted and
+    loaded after that.
     """
     path, model_bytes, parameters = _whole(model, source)
     counted = {"read": 0}
@@ -53,7 +55,8 @@ def load(model: BenchModel, source: str, layers: LayerRange, dtype: str, cache: 
     idle = _forget_peak()
     read_before, began = bytes_read(), time.perf_counter()
     files = open_model(path, cache_dir=cache)
-    opened = time.perf_counter()
+    opened, opening_peak = time.perf_counter(), peak_rss(os.getpid())
+    _forget_peak()
     folder = files.prepare(layers, dtype=dtype, progress=lambda _what, done, total: count(done, total))
     prepared = time.perf_counter()
     converted_bytes = counted["read"]  # of the GGUF; what follows reads the converted files
@@ -67,6 +70,7 @@ def load(model: BenchModel, source: str, layers: LayerRange, dtype: str, cache: 
         "held_bytes": shard.weight_bytes,
         "system_read_bytes": None if read_before is None or read_after is None else read_after - read_before,
         "idle_bytes": idle,
+        "opening_peak_bytes": None if idle is None or opening_peak is None else opening_peak - idle,
         "peak_bytes": None if idle is None or peak is None else peak - idle,
         "seconds": {
             "open": round(opened - began, 2),

@@ -92,10 +92,11 @@ def print_table(rows: list[dict[str, Any]], dtype: str, console: Console) -> Non
     table = Table(
         title=f"loading a shard in {dtype}, in megabytes (10^6)",
         caption="read: of the model's file. held: weights in memory. shares: of the whole model's.\n"
-        "peak: the most memory while loading (from GGUF: while converting and loading), beyond a process with torch "
-        "and transformers imported and nothing loaded",
+        "peaks: the most memory beyond that of a process with torch and transformers imported and nothing loaded;\n"
+        "opening: while config and tokenizer are read, which makes a GGUF's into files, the first time; "
+        "loading: while weights are converted and loaded",
     )
-    columns = ("model", "from", "layers", "read", "share", "held", "share", "peak", "process without", "asked")
+    columns = ("model", "from", "layers", "read", "share", "held", "share", "opening", "loading", "without", "asked")
     for index, title in enumerate(columns):
         table.add_column(title, justify="left" if index < 3 else "right")
     for entry in rows:
@@ -109,6 +110,7 @@ def print_table(rows: list[dict[str, Any]], dtype: str, console: Console) -> Non
             f"{entry['read_share']:.3f}",
             f"{entry['held_bytes'] / MEGA:,.1f}",
             f"{entry['held_share']:.3f}",
+            _mega(entry["opening_peak_bytes"]),
             _mega(entry["peak_bytes"]),
             _mega(entry["idle_bytes"]),
             asked,
