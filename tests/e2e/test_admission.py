@@ -26,6 +26,7 @@ pytestmark = pytest.mark.long
 
 PROMPT_LENGTH, COUNT = 9, 8
 PER_POSITION = 2 * 2 * 2 * 8 * 4 + 32 * 4  # keys and values of two layers, and hidden states on their way to hop 1
+EXPIRED = 'meshnet_node_sessions_dropped_total{reason="expired"}'
 ROOM_FOR_8 = str(8 * (PROMPT_LENGTH + COUNT) * PER_POSITION)
 
 
@@ -72,6 +73,43 @@ async def test_200_sessions_with_room_for_8_leave_memory_as_it_was(model: Path, 
             assert told['meshnet_node_calls_total{call="/hop/open",result="cache_full"}'] > 100
             assert told["meshnet_node_budget_bytes"] == float(ROOM_FOR_8)
             assert told['meshnet_node_sessions_dropped_total{reason="released"}'] >= 220
+
+
+async def test_who_gave_way_to_growth_and_what_was_missed_for_it_are_counted(model: Path, tmp_path: Path) -> None:
+    """Two fit as they open, with a quantum to grow; they outgrow the node together."""
+    prompts, count = [random_prompt(PROMPT_LENGTH, seed=index) for index in range(2)], 300
+    bounds = ("--cache-bytes", str(570 * PER_POSITION))
+    with process_mesh(str(model), {"head": "0-1", "tail": "2-3"}, tmp_path, more={"head": bounds}) as mesh:
+        async with mesh_client(mesh.tracker_url) as client:
+            alone = [await client.answer(prompt, count) for prompt in prompts]
+            assert [answer.report["epochs"] for answer in alone] == [1, 1]
+            together = await asyncio.gather(*(client.answer(prompt, count) for prompt in prompts))
+            assert [answer.ids for answer in together] == [answer.ids for answer in alone]
+        told = await metrics_of(str(mesh.nodes["head"].url))
+        preempted = told['meshnet_node_sessions_dropped_total{reason="preempted"}']
+        assert preempted >= 1
+        assert told['meshnet_node_misses_total{reason="evicted"}'] >= preempted
+        assert told["meshnet_node_sessions"] == told["meshnet_node_reserved_bytes"] == 0
+
+
+async def test_what_a_gateway_that_died_left_behind_goes_when_its_time_is_up(model: Path, tmp_path: Path) -> None:
+    nodes = {"head": "0-1", "tail": "2-3"}
+    short = dict.fromkeys(nodes, ("--session-ttl", "3"))
+    with process_mesh(str(model), nodes, tmp_path, more=short) as mesh:
+        async with mesh_client(mesh.tracker_url) as client:
+            (served,) = await client.mesh.models()
+            request = GenerationRequest(served.name, tuple(random_prompt(PROMPT_LENGTH)), COUNT, SamplingParams())
+            abandoned = aiter(client.engine.start(request))
+            while not isinstance(await anext(abandoned), SampledToken):
+                pass
+            held = {name: status["sessions"] for name, status in (await client.node_status()).items()}
+            assert held == dict.fromkeys(nodes, 1)
+        for child in mesh.nodes.values():
+            async with asyncio.timeout(20):  # nobody calls: the node looks by itself, every 5 s
+                while not (told := await metrics_of(str(child.url))).get(EXPIRED):  # noqa: ASYNC110 - its clock is its own
+                    await asyncio.sleep(0.1)
+            assert (told[EXPIRED], told["meshnet_node_sessions"], told["meshnet_node_reserved_bytes"]) == (1, 0, 0)
+        await abandoned.aclose()
 
 
 async def test_a_node_with_no_bytes_for_sessions_is_answered_with_right_tokens(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -80,6 +81,28 @@ async def test_a_node_that_keeps_no_state_is_answered_with_right_tokens(
         assert report["mode"] == "stateless"
         assert [(event["error"], event["action"]) for event in recoveries(report)] == [("cache_full", "Stateless")]
         assert sum(mesh.slept) == 0
+        assert mesh.held_sessions == 0
+
+
+@pytest.mark.parametrize("hop", [0, 1])
+@pytest.mark.parametrize(("chunk", "mode"), [(256, "cached"), (5, "stateless")])
+async def test_a_node_that_misses_every_second_frame_is_answered_with_right_tokens(
+    llama: Path, expected: list[int], hop: int, chunk: int, mode: str
+) -> None:
+    """Where a prefill is one frame, each gives a token before the next miss; one of several frames never ends."""
+    async with tiny_mesh(llama, ["0-1", "2-3"]) as mesh:
+        frames = itertools.count(1)
+        store = mesh.services[mesh.urls[hop]].store
+
+        def forget(url: str, frame: Frame) -> None:
+            if url == mesh.urls[hop] and next(frames) % 2 == 0:
+                store.drop(SessionKey(frame.session, hop), MissReason.EVICTED)
+
+        mesh.transport.on_forward = forget
+        tokens, report = await mesh.answer(PROMPT, COUNT, chunk=chunk)
+        assert [token.id for token in tokens] == expected
+        assert report["mode"] == mode
+        assert mesh.services[mesh.urls[hop]].misses[MissReason.EVICTED] >= COUNT - 1
         assert mesh.held_sessions == 0
 
 
