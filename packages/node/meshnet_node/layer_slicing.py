@@ -89,6 +89,9 @@ class LayerView:
         self._base = base_of(self.model)
         for layer in self._base.layers:
             layer.register_forward_pre_hook(self._look_at_cancel)
+        head: Any = getattr(self.model, "lm_head", None)
+        if isinstance(head, nn.Linear):
+            head.register_forward_pre_hook(_lay_dense)
 
     def new_cache(self) -> DynamicCache:
         """An empty cache of just this view's layers."""
@@ -164,6 +167,16 @@ class LayerView:
     def _look_at_cancel(self, _module: nn.Module, _arguments: object) -> None:
         if self._cancelled is not None and self._cancelled():
             raise ForwardCancelledError(f"forward of layers {self.layers} was cancelled")
+
+
+def _lay_dense(_module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The positions to project, without gaps between them.
+
+    ``logits_to_keep`` cuts them out of the frame's as a strided view; for one whose weights need no gradient torch then
+    takes a batched product, and copies the whole projection for it: 24 times the time of a prefill's tail on
+    Qwen2.5-0.5B's shape. ``contiguous()`` would keep the stride of a dimension of length 1.
+    """
+    return (arguments[0].reshape(-1, arguments[0].shape[-1]).unsqueeze(0), *arguments[1:])
 
 
 def _copy_sharing_parameters(model: PreTrainedModel) -> PreTrainedModel:
