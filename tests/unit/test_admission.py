@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.waiting_room import NoRoomError, WaitingRoom
 from meshnet_node import hop_service
 from meshnet_node.cache_store import CacheStore, SessionKey, StoreLimits
+from meshnet_node.model_backend import ShardResult, ShardWork
 from tiny_models import save_tiny
 from virtual_time import LoopClock, run_virtually
 
@@ -176,6 +178,27 @@ async def test_who_is_preempted_waits_its_turn_and_answers_right(llama: Path, mo
         assert mesh.held_sessions == 0
 
 
+async def test_sessions_whose_steps_take_long_at_one_hop_are_not_evicted_at_the_other(
+    llama: Path, expected: list[int]
+) -> None:
+    """The tail has room for one, and each has nothing to do there for most of the time."""
+    async with tiny_mesh(llama, ["0-1", "2-3"]) as mesh:
+        limits = StoreLimits(budget_bytes=2**30, max_sessions=1, running_s=0.0)
+        tail = add_node(mesh, llama, mesh.urls[1], "2-3", limits)
+        forward = mesh.backends[0].forward
+
+        def slow(works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
+            time.sleep(0.05)
+            return forward(works)
+
+        mesh.backends[0].forward = slow  # type: ignore[method-assign]
+        engine = GenerationEngine(mesh, mesh.transport, mesh.clock, chunk=4)
+        answers = await asyncio.gather(*(run(engine, PROMPT, 6) for _ in range(3)))
+        assert [ids for ids, _ in answers] == [expected[:6]] * 3
+        assert [recoveries(report) for _, report in answers] == [[]] * 3
+        assert tail.store.dropped == {MissReason.RELEASED: 3}
+
+
 async def test_waiting_has_an_end_that_names_the_hop(llama: Path) -> None:
     limits = StoreLimits(budget_bytes=2**30, max_sessions=1)
     async with tiny_mesh(llama, ["0-1", "2-3"], limits=limits) as mesh:
@@ -243,14 +266,16 @@ async def test_a_session_that_can_go_nowhere_ends_where_it_is(llama: Path, expec
         def drain(made: int) -> None:
             if made == 9:
                 mesh.services[mesh.urls[0]].drain()
-            if made == 15:  # and even a miss does not drive it away
-                (session,) = (held.document.session for held in mesh.services[mesh.urls[1]].store)
-                mesh.services[mesh.urls[1]].store.drop(SessionKey(session, 1), MissReason.EVICTED)
+            for moment, hop in ((15, 1), (18, 0)):  # and even a miss does not drive it away
+                if made == moment:
+                    store = mesh.services[mesh.urls[hop]].store
+                    (session,) = (held.document.session for held in store)
+                    store.drop(SessionKey(session, hop), MissReason.EVICTED)
 
         ids, report = await run(mesh.engine(), PROMPT, COUNT, drain)
         assert ids == expected
-        assert report["epochs"] == 2
-        assert [event["error"] for event in recoveries(report)] == ["cache_miss"]
+        assert report["epochs"] == 3
+        assert [event["error"] for event in recoveries(report)] == ["cache_miss"] * 2
         with pytest.raises(LayersUnavailableError, match="draining"):
             await run(mesh.engine(), PROMPT, 3)
 

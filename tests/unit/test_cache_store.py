@@ -104,6 +104,18 @@ def test_a_newcomer_never_takes_what_runs_and_changes_nothing_when_refused(
     assert names(store) == {"b", "d"}
 
 
+def test_one_whose_steps_may_take_long_is_running_for_as_long(store: CacheStore[Held], clock: ManualClock) -> None:
+    """Its frame may be at another hop all that time."""
+    store.admit(key("a"), 0, Held(), 60, step_s=30.0)
+    clock.advance(29.9)
+    with pytest.raises(CacheFullError):
+        admit(store, "b", 60)
+    assert not store.evict_idle(lambda held: True)
+    clock.advance(0.1)
+    admit(store, "b", 60)
+    assert names(store) == {"b"}
+
+
 def test_a_leased_entry_is_never_taken_however_long_its_frame_runs(store: CacheStore[Held], clock: ManualClock) -> None:
     admit(store, "a", 60)
     with store.lease(key("a"), 0):
@@ -335,6 +347,18 @@ def test_forgotten_tombstones_still_end_in_a_miss(clock: ManualClock) -> None:
     assert miss(store, "a") is MissReason.UNKNOWN_SESSION
     assert miss(store, "b") is MissReason.FAILED
     assert miss(store, "e") is MissReason.FAILED
+
+
+def test_a_session_is_known_until_it_is_over_for_good(store: CacheStore[Held]) -> None:
+    store.release("a", through_epoch=0)  # of an open that was refused
+    assert not store.knows("a")
+    admit(store, "a", 10, epoch=1)
+    assert store.knows("a")
+    store.drop(key("a"), MissReason.EVICTED)
+    store.release("a", through_epoch=1)
+    assert store.knows("a")
+    store.release("a")
+    assert not store.knows("a")
 
 
 # -- growth -----------------------------------------------------------------------------------------------------------

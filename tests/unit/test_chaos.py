@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,11 @@ import pytest
 
 from chaos_transport import ChaosTransport
 from in_process_mesh import MODEL, TinyMesh, random_prompt, reference_greedy, reference_model, tiny_mesh
+from meshnet_core.errors import MissReason
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.recovery import Replay
+from meshnet_node.cache_store import SessionKey
 from tiny_models import save_tiny
 
 AT_ONCE, COUNT = 4, 12
@@ -59,10 +61,18 @@ def requests(count: int) -> list[GenerationRequest]:
     return made
 
 
-async def ids_of(engine: GenerationEngine, request: GenerationRequest) -> tuple[list[int], dict[str, object]]:
+async def ids_of(
+    engine: GenerationEngine, request: GenerationRequest, evict: Callable[[str], None] | None = None
+) -> tuple[list[int], dict[str, object]]:
+    """The answer's token ids and the report; ``evict`` is told the session once, after its third token."""
     generation = engine.start(request)
+    ids: list[int] = []
     try:
-        ids = [event.id async for event in generation if isinstance(event, SampledToken)]
+        async for event in generation:
+            if isinstance(event, SampledToken):
+                ids.append(event.id)
+                if evict is not None and len(ids) == 3:
+                    evict(generation.session)
     finally:
         await generation.aclose()
     return ids, generation.report()
@@ -80,16 +90,23 @@ async def expected_answers(folder: Path, ranges: Sequence[str]) -> dict[tuple[tu
 
 
 async def storm(mesh: TinyMesh, todo: list[GenerationRequest]) -> tuple[list[list[int]], Counter[str]]:
-    """Answer all of them, a few at a time; what was done about failures, counted."""
+    """Answer all of them, a few at a time, every fifth evicted at one hop; what was done about failures, counted."""
     engine = mesh.engine(chunk=5, step_deadline_s=20)
     answers: list[list[int]] = [[] for _ in todo]
     done: Counter[str] = Counter()
     queue = list(enumerate(todo))
 
+    def evict(session: str) -> None:
+        for service in mesh.services.values():
+            for held in list(service.store):
+                if held.document.session == session:
+                    service.store.drop(SessionKey(session, held.document.hop_index), MissReason.EVICTED)
+                    return
+
     async def worker() -> None:
         while queue:
             index, request = queue.pop(0)
-            answers[index], report = await ids_of(engine, request)
+            answers[index], report = await ids_of(engine, request, evict if index % 5 == 0 else None)
             done.update(event["action"] for event in report["recoveries"])  # type: ignore[attr-defined]
 
     async with asyncio.TaskGroup() as group:

@@ -31,7 +31,7 @@ from meshnet_core.errors import (
     MissReason,
 )
 from meshnet_core.frames import Frame, Phase
-from meshnet_core.open_document import ProbeReply
+from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.blame import BACKOFF_S, MAX_BACKOFF_S, MAX_NODES, REMEMBERED_S, BlameMemory
 from meshnet_gateway.epoch_frames import EpochFrames
@@ -337,6 +337,29 @@ async def test_a_hop_that_is_late_and_idle_is_blamed_for_a_while(llama: Path, ex
         _, alone = await run(engine)
         assert blamed in {hop["node"] for hop in alone["route"]}  # type: ignore[attr-defined]
         assert engine.blame.excluded() == frozenset()  # it served an answer to its end
+
+
+async def test_an_open_whose_connection_broke_once_is_no_reason_to_blame(
+    llama: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
+        open_, broken = mesh.transport.open, set[int]()
+
+        async def once_broken(url: str, document: OpenDocument) -> OpenReply:
+            if document.hop_index not in broken:
+                broken.add(document.hop_index)
+                if document.hop_index:  # once before it was carried out, once after
+                    await open_(url, document)
+                raise HopUnreachableError("broken on purpose", hop_index=document.hop_index)
+            return await open_(url, document)
+
+        monkeypatch.setattr(mesh.transport, "open", once_broken)
+        engine = mesh.engine()
+        ids, report = await run(engine)
+        assert broken == {0, 1}
+        assert ids == expected
+        assert (report["epochs"], report["recoveries"]) == (1, [])
+        assert engine.blame.excluded() == frozenset()
 
 
 async def test_a_hop_left_by_a_route_change_is_freed_at_once(llama: Path, expected: list[int]) -> None:

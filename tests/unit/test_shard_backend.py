@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from meshnet_core.errors import BadFrameError, CacheMissError, HopFailedError, InvalidInputError, MissReason
+from meshnet_core.frames import MAX_CHUNK
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.layer_slicing import LayerView
 from meshnet_node.model_backend import ForwardCancelledError, ShardBackend, ShardResult, ShardWork, TorchModelShard
@@ -206,17 +207,23 @@ def test_the_announced_size_of_a_state_bounds_what_it_holds(family: str, models:
         state = shard.new_state(start)
         assert state.nbytes < 1024
         position = 0
-        for seq_len in (5, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1):
+        for seq_len in (5, 5, *[1] * 10, MAX_CHUNK, 100, 1, 1):
             if start == 0:
                 payload = torch.ones(seq_len, dtype=torch.int32).numpy().tobytes()
             else:
                 payload = torch.ones(seq_len, HIDDEN).numpy().tobytes()
             run(shard, ShardWork(start, state, position, seq_len, payload, "float32"))
             position += seq_len
-        announced = shard.state_fixed_bytes(start) + position * shard.state_bytes_per_position(start)
-        assert 0 < state.nbytes <= announced
-        if shard.state_fixed_bytes(start) == 0:
-            assert state.nbytes == announced
+            assert 0 < state.nbytes <= shard.state_bytes(start, position)
+
+
+def test_a_short_session_is_not_charged_for_a_whole_window(models: Models) -> None:
+    shard = models.shard("mistral", 0, 4)
+    per_position = 4 * 2 * 2 * 8 * 4
+    empty = shard.state_bytes(0, 0)
+    assert empty < per_position
+    assert shard.state_bytes(0, 3) == empty + 3 * per_position
+    assert shard.state_bytes(0, 500) == shard.state_bytes(0, 10_000) == empty + (11 + MAX_CHUNK) * per_position
 
 
 def test_a_state_knows_every_tensor_of_the_cache_and_counts_storage_once(models: Models) -> None:

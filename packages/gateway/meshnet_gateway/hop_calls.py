@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from meshnet_core.errors import (
     CacheFullError,
@@ -23,6 +24,7 @@ from meshnet_core.transport import HopTransport
 
 logger = logging.getLogger(__name__)
 
+OPEN_WAITS_S = (0.0, 0.1)  # before each try: one connection that breaks is no reason to blame a node
 RELEASE_TIMEOUT_S = 5.0
 RELEASE_WAITS_S = (0.0, 0.1, 0.3)  # before each try: a connection may break under a release too
 PROBE_TIMEOUT_S = 1.0  # a probe takes no turn on a node's lane; one that does not answer it is hung or gone
@@ -53,7 +55,7 @@ class HopCalls:
         """
         hops = whole.route.hops
         self._urls.update(hop.url for hop in hops)
-        opens = (self._transport.open(hop.url, whole.for_hop(index)) for index, hop in enumerate(hops))
+        opens = (self._open_at(hop.url, whole.for_hop(index)) for index, hop in enumerate(hops))
         replies = await asyncio.gather(*opens, return_exceptions=True)
         errors = [reply for reply in replies if isinstance(reply, BaseException)]
         if errors:
@@ -65,6 +67,15 @@ class HopCalls:
         self._boots |= {
             hop.node_id: reply.boot for hop, reply in zip(hops, replies, strict=True) if isinstance(reply, OpenReply)
         }
+
+    async def _open_at(self, url: str, document: OpenDocument) -> OpenReply:
+        """Open on one hop, once more where the connection broke: the same terms again get the same answer."""
+        for wait_s in OPEN_WAITS_S[:-1]:
+            await self._sleep(wait_s)
+            with suppress(HopUnreachableError):
+                return await self._transport.open(url, document)
+        await self._sleep(OPEN_WAITS_S[-1])
+        return await self._transport.open(url, document)
 
     async def is_busy(self, url: str) -> bool:
         """Whether the node answers a probe and says that frames wait there."""

@@ -54,7 +54,8 @@ class StoreLimits:
         budget_bytes: for all entries together.
         max_sessions: entries at once.
         ttl_s: an entry unused for longer is dropped.
-        running_s: an entry used within this time is running, and no newcomer takes its room.
+        running_s: an entry used within this time is running, and no newcomer takes its room; more for one whose
+            steps may take longer.
         max_tombstones: how many departed entries are remembered.
     """
 
@@ -74,12 +75,17 @@ class _Entry(Generic[H]):
     # they agree on who is younger; else two sessions could evict each other, each on another node.
     admission: int
     used_at: float
+    running_s: float
     leases: int = 0
 
     @property
     def nbytes(self) -> int:
         """Room taken: what was set aside for it, or what it has grown to."""
         return max(self.reserved, self.held.nbytes)
+
+    def is_running(self, now: float) -> bool:
+        """Whether a frame runs on it, here or at another hop of its route."""
+        return self.leases > 0 or now < self.used_at + self.running_s
 
 
 class CacheStore(Generic[H]):
@@ -106,11 +112,12 @@ class CacheStore(Generic[H]):
         """Bytes taken by all entries; the one place where they are counted."""
         return sum(entry.nbytes for entry in (*self._entries.values(), *self._condemned))
 
-    def admit(self, key: SessionKey, epoch: int, held: H, reserve: int) -> None:
+    def admit(self, key: SessionKey, epoch: int, held: H, reserve: int, step_s: float = 0.0) -> None:
         """Take in a new session, or a new epoch of one, with ``reserve`` bytes set aside for it.
 
         Entries that are idle give way, least recently used first; running ones never do. What the session has here of
         older epochs ends, at whichever hop: a change of its route may have moved this node to another place in it.
+        Between two frames here one step of the whole route may pass, ``step_s`` seconds: so long it is running.
 
         Raises:
             CacheMissError: the session was released, or ``epoch`` is not newer than what is known of it.
@@ -129,12 +136,20 @@ class CacheStore(Generic[H]):
         for name in past:
             self.drop(name, MissReason.EPOCH_STALE)
         self._tombstones.pop(key, None)
-        self._entries[key] = _Entry(held, epoch, reserve, next(self._admissions), self._clock.now())
+        running_s = max(self.limits.running_s, step_s)
+        self._entries[key] = _Entry(held, epoch, reserve, next(self._admissions), self._clock.now(), running_s)
 
     def find(self, key: SessionKey) -> tuple[H, int] | None:
         """The entry and its epoch, without touching its place in the order; None if there is none."""
         entry = self._entries.get(key)
         return None if entry is None else (entry.held, entry.epoch)
+
+    def knows(self, session: str) -> bool:
+        """Whether something of it is here, or was and left otherwise than by its end."""
+        whole = _whole_session(session)
+        if self._tombstones.get(whole, (None, -1))[1] == _EVERY_EPOCH:
+            return False
+        return any(key.session == session and key != whole for key in (*self._entries, *self._tombstones))
 
     def require(self, key: SessionKey, epoch: int) -> H:
         """The entry for a frame of ``epoch``.
@@ -212,9 +227,9 @@ class CacheStore(Generic[H]):
 
     def evict_idle(self, wanted: Callable[[H], bool]) -> bool:
         """Evict the entries that are ``wanted``, if none of them is leased or running. Returns whether that is so."""
-        running_since = self._clock.now() - self.limits.running_s
+        now = self._clock.now()
         named = {key: entry for key, entry in self._entries.items() if wanted(entry.held)}
-        if any(entry.leases or entry.used_at > running_since for entry in named.values()):
+        if any(entry.is_running(now) for entry in named.values()):
             return False
         for key in named:
             self.drop(key, MissReason.EVICTED)
@@ -248,12 +263,12 @@ class CacheStore(Generic[H]):
 
     def _idle_victims(self, nbytes: int, count: int, spared: set[SessionKey]) -> list[SessionKey] | None:
         """Idle entries to drop, oldest use first, so that totals fit the limits; None if even all are too few."""
-        running_since = self._clock.now() - self.limits.running_s
+        now = self._clock.now()
         victims: list[SessionKey] = []
         for key, entry in self._entries.items():
             if nbytes <= self.limits.budget_bytes and count <= self.limits.max_sessions:
                 break
-            if key in spared or entry.leases or entry.used_at > running_since:
+            if key in spared or entry.is_running(now):
                 continue
             victims.append(key)
             nbytes -= entry.nbytes

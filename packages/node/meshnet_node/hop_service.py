@@ -90,7 +90,7 @@ class HopService:
                 if known[0].document != document:
                     raise BadFrameError("this session and epoch are open on other terms; a retry repeats its terms")
                 return OpenReply(self.boot, self._reserve(known[0]))
-            if self.draining and known is None:  # one that is here goes on, in a newer epoch too
+            if self.draining and not self.store.knows(document.session):  # one that was here goes on, in a newer epoch
                 raise DrainingError("this node is draining and takes no new sessions")
             lease = await self._lease_shard(document, in_use=known is not None)
             try:
@@ -200,7 +200,7 @@ class HopService:
         if known is not None and known[0].document == document:
             lease.end()
             return OpenReply(self.boot, self._reserve(known[0]))
-        if self.draining and known is None:
+        if self.draining and not self.store.knows(document.session):
             raise DrainingError("this node is draining and takes no new sessions")
         backend = lease.shard.backend
         wrong = next((token for token in document.history if not 0 <= token < backend.vocab_size), None)
@@ -209,7 +209,7 @@ class HopService:
         state = backend.new_state(document.hop.layers.start) if document.cache else None
         session = HopSession(document, lease, state, history=list(document.history))
         reserve = self._reserve(session)
-        self.store.admit(key, document.epoch, session, reserve)
+        self.store.admit(key, document.epoch, session, reserve, document.step_deadline_ms / 1000)
         return OpenReply(self.boot, reserve)
 
     @staticmethod

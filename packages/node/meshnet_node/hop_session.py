@@ -112,7 +112,7 @@ class HopSession:
         if self.state is None:
             return 0
         backend, start = self.shard.backend, self.document.hop.layers.start
-        room = backend.state_fixed_bytes(start) + positions * backend.state_bytes_per_position(start)
+        room = backend.state_bytes(start, positions)
         if not self.is_tail:
             width = self.document.hidden_size * dtype_bytes(self.document.wire_dtype)
             room += min(positions, KEPT_RUNS * MAX_CHUNK) * width

@@ -24,6 +24,7 @@ from meshnet_core.errors import (
     MeshnetError,
     MissReason,
 )
+from meshnet_core.frames import MAX_CHUNK
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.device_choice import DTYPES, dtype_name
 from meshnet_node.device_memory import give_back
@@ -132,8 +133,8 @@ class ShardBackend(Protocol):
         """Bytes by which a session's state of layers ``start`` to the end grows with each position, without end."""
         ...
 
-    def state_fixed_bytes(self, start: int) -> int:
-        """Upper bound of the rest: conv and recurrent states, and full sliding windows."""
+    def state_bytes(self, start: int, positions: int) -> int:
+        """Upper bound of a session's state after ``positions`` positions, taken in by frames of any size."""
         ...
 
     def close(self) -> None:
@@ -151,6 +152,11 @@ class _LayerCost:
     fixed: int
     per_position: int
     window: int | None
+
+    def after(self, positions: int) -> int:
+        """An upper bound: until the next frame a window is a view of all that the last one brought."""
+        held = positions if self.window is None else min(positions, self.window + MAX_CHUNK)
+        return self.fixed + self.per_position * held
 
 
 class TorchModelShard:
@@ -220,9 +226,9 @@ class TorchModelShard:
         """See :class:`ShardBackend`."""
         return sum(cost.per_position for cost in self._costs_from(start) if cost.window is None)
 
-    def state_fixed_bytes(self, start: int) -> int:
+    def state_bytes(self, start: int, positions: int) -> int:
         """See :class:`ShardBackend`."""
-        return sum(cost.fixed + cost.per_position * (cost.window or 0) for cost in self._costs_from(start))
+        return sum(cost.after(positions) for cost in self._costs_from(start))
 
     def close(self) -> None:
         """See :class:`ShardBackend`.
