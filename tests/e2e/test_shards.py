@@ -146,6 +146,6 @@ def test_the_memory_of_a_closed_shard_goes_back_to_the_system(family: str, dtype
     assert len(turns) == 4
     for weights, while_held, after in turns:
         assert while_held > 0.8 * weights
-        # Some MB come and go in the allocator's arenas of the threads that read; were shards kept, or did what stays add
-        # up, it would be whole multiples of the weights by the last turn.
+        # Some MB come and go in the allocator's arenas of the threads that read; were shards kept, or did what stays
+        # add up, it would be whole multiples of the weights by the last turn.
         assert after < 0.6 * weights
