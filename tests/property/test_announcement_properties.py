@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from announcements import node, shard
 from meshnet_core.errors import InvalidInputError, LayersUnavailableError
+from meshnet_core.estimate import Evidence
+from meshnet_core.link_info import LinkInfo
 from meshnet_core.membership import NodeInfo, ShardInfo, Snapshot
 from meshnet_core.planning import plan_route, served_models
 from meshnet_core.wire_fields import MAX_WHOLE
@@ -21,12 +23,26 @@ anything = st.recursive(
 counts = st.integers(0, MAX_WHOLE)
 
 
-@given(counts, counts, counts, st.booleans(), st.floats(0, 1e9) | st.none())
+evidence = st.builds(Evidence, st.floats(0, 1e18), st.integers(1, MAX_WHOLE), st.floats(0, 1e9)) | st.none()
+
+
+@given(counts, counts, counts, st.booleans(), st.floats(0, 1e9) | st.none(), evidence)
 def test_an_announcement_survives_the_wire(
-    sessions: int, queued: int, state_bytes: int, draining: bool, ms: float | None
+    sessions: int, queued: int, state_bytes: int, draining: bool, ms: float | None, behind: Evidence | None
 ) -> None:
-    held = shard("3-7", decode_ms=ms, prefill_ms=ms, weight_bytes=state_bytes, loaded=draining)
-    sent = node("a", held, "8-9", sessions=sessions, queued=queued, state_bytes=state_bytes, draining=draining)
+    held = shard(
+        "3-7",
+        decode_ms=ms,
+        prefill_ms=ms,
+        weight_bytes=state_bytes,
+        loaded=draining,
+        decode_evidence=behind,
+        prefill_evidence=behind,
+    )
+    link = LinkInfo("b", ms or 0.0, behind or Evidence(), ms, behind)
+    load = {"sessions": sessions, "queued": queued, "state_bytes": state_bytes, "draining": draining}
+    room = {"free_bytes": sessions, "budget_bytes": queued, "max_sessions": state_bytes} if draining else {}
+    sent = node("a", held, "8-9", **load, links=(link,), **room)
     assert NodeInfo.from_wire(json.loads(json.dumps(sent.to_wire()))) == sent
     assert Snapshot.from_wire(json.loads(json.dumps(Snapshot((sent,)).to_wire()))) == Snapshot((sent,))
 
@@ -50,8 +66,9 @@ def test_anything_else_is_refused(document: object) -> None:
 @given(st.data(), anything)
 def test_a_field_that_is_let_in_never_breaks_planning(data: st.DataObject, value: object) -> None:
     """One node tells something odd; either it is refused, or plans go on beside and through it."""
-    document = node("a", "0-14", sessions=1).to_wire()
-    target = data.draw(st.sampled_from([document, document["shards"][0]]))
+    link = LinkInfo("b", 1.0, Evidence(0.25, 3, 9.0), 8.0, Evidence())
+    document = node("a", "0-14", sessions=1, links=(link,)).to_wire()
+    target = data.draw(st.sampled_from([document, document["shards"][0], document["links"][0]]))
     target[data.draw(st.sampled_from(sorted(target)))] = value
     try:
         odd = NodeInfo.from_wire(document)

@@ -69,11 +69,15 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
             boot=boot,
             version=version,
             device=device.type,
-            shards=tuple(offer.info() for offer in shards),
+            shards=tuple(offer.info(clock.now()) for offer in shards),
             sessions=len(service.store),
             state_bytes=sum(held.nbytes for held in service.store),
             queued=service.status()["queued"],
             draining=service.draining,
+            links=service.links.told(),
+            free_bytes=max(0, service.store.limits.budget_bytes - service.store.nbytes),
+            budget_bytes=service.store.limits.budget_bytes,
+            max_sessions=service.store.limits.max_sessions,
         )
 
     def status() -> dict[str, Any]:

@@ -7,12 +7,13 @@ from typing import Any
 
 from meshnet_core.dtypes import dtype_bytes
 from meshnet_core.errors import InvalidInputError
+from meshnet_core.estimate import Evidence
 from meshnet_core.frames import PROTOCOL_MAX, PROTOCOL_MIN
 from meshnet_core.ids import check_id
 from meshnet_core.layer_range import LayerRange
-from meshnet_core.wire_fields import flag, items, optional_number, text, whole
+from meshnet_core.link_info import MAX_LINKS, MAX_MS, LinkInfo
+from meshnet_core.wire_fields import flag, items, optional_number, optional_whole, text, whole
 
-MAX_MS = 1e9  # of a measured time: more is no measurement
 MAX_SHARDS = 1024  # of one node
 
 
@@ -30,6 +31,7 @@ class ShardInfo:
         decode_ms, prefill_ms: running means of measured milliseconds per layer for one decoded position, and per
             layer and position of prefill; None until measured.
         loaded: whether it is in memory. One that is not is loaded when a session opens on it, which takes a while.
+        decode_evidence, prefill_evidence: what stands behind these means; None until measured.
     """
 
     model: str
@@ -43,6 +45,8 @@ class ShardInfo:
     decode_ms: float | None = None
     prefill_ms: float | None = None
     loaded: bool = True
+    decode_evidence: Evidence | None = None
+    prefill_evidence: Evidence | None = None
 
     def __post_init__(self) -> None:
         dtype_bytes(self.dtype)
@@ -63,6 +67,8 @@ class ShardInfo:
             "decode_ms": self.decode_ms,
             "prefill_ms": self.prefill_ms,
             "loaded": self.loaded,
+            "decode_evidence": self.decode_evidence and self.decode_evidence.to_wire(),
+            "prefill_evidence": self.prefill_evidence and self.prefill_evidence.to_wire(),
         }
 
     @classmethod
@@ -86,6 +92,8 @@ class ShardInfo:
             decode_ms=optional_number(document, "decode_ms", most=MAX_MS),
             prefill_ms=optional_number(document, "prefill_ms", most=MAX_MS),
             loaded=flag(document, "loaded") if "loaded" in document else True,  # older nodes hold all they announce
+            decode_evidence=Evidence.optional_from_wire(document.get("decode_evidence")),
+            prefill_evidence=Evidence.optional_from_wire(document.get("prefill_evidence")),
         )
 
 
@@ -103,6 +111,9 @@ class NodeInfo:
         sessions, state_bytes, queued: load at the time of the heartbeat.
         draining: takes no new sessions.
         protocol_min, protocol_max: wire protocols it speaks.
+        links: to nodes that it has sent frames to, or probed, lately.
+        free_bytes, budget_bytes: of session state, that it could still hold and may hold in all; None if not told.
+        max_sessions: that it may hold state of; None if not told.
     """
 
     node_id: str
@@ -117,6 +128,10 @@ class NodeInfo:
     draining: bool = False
     protocol_min: int = PROTOCOL_MIN
     protocol_max: int = PROTOCOL_MAX
+    links: tuple[LinkInfo, ...] = ()
+    free_bytes: int | None = None
+    budget_bytes: int | None = None
+    max_sessions: int | None = None
 
     def __post_init__(self) -> None:
         check_id(self.node_id, "node id")
@@ -137,6 +152,10 @@ class NodeInfo:
             "draining": self.draining,
             "protocol_min": self.protocol_min,
             "protocol_max": self.protocol_max,
+            "links": [link.to_wire() for link in self.links],
+            "free_bytes": self.free_bytes,
+            "budget_bytes": self.budget_bytes,
+            "max_sessions": self.max_sessions,
         }
 
     @classmethod
@@ -162,6 +181,12 @@ class NodeInfo:
             draining=flag(document, "draining"),
             protocol_min=protocol_min,
             protocol_max=whole(document, "protocol_max", least=protocol_min),
+            links=tuple(LinkInfo.from_wire(link) for link in items(document, "links", most=MAX_LINKS))
+            if "links" in document
+            else (),
+            free_bytes=optional_whole(document, "free_bytes"),
+            budget_bytes=optional_whole(document, "budget_bytes"),
+            max_sessions=optional_whole(document, "max_sessions"),
         )
 
 

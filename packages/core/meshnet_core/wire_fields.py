@@ -50,6 +50,11 @@ def optional_number(document: Mapping[str, Any], key: str, *, most: float) -> fl
     return float(value)
 
 
+def optional_whole(document: Mapping[str, Any], key: str) -> int | None:
+    """A whole number from 0 to `MAX_WHOLE`; None where the field is null or missing."""
+    return None if document.get(key) is None else whole(document, key)
+
+
 def items(document: Mapping[str, Any], key: str, *, most: int) -> list[Any]:
     """A list of at most ``most`` items of any kind."""
     value = _present(document, key)

@@ -24,6 +24,7 @@ from meshnet_core.errors import (
     MissReason,
 )
 from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
+from meshnet_core.link_times import LinkTimes
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.transport import HopTransport
 from meshnet_node.cache_store import CacheStore, SessionKey
@@ -51,6 +52,7 @@ class FrameRuns:
         sample: chooses tokens at the tail.
         clock: for deadlines.
         is_draining: whether replies say that this hop's node is about to leave.
+        links: take in how long posts to the next hops took.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class FrameRuns:
         sample: SampleFunction,
         clock: Clock,
         is_draining: Callable[[], bool],
+        links: LinkTimes,
     ) -> None:
         self._store = store
         self._lane = lane
@@ -69,6 +72,7 @@ class FrameRuns:
         self._sample = sample
         self._clock = clock
         self._is_draining = is_draining
+        self._links = links
         self._background: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
@@ -178,6 +182,7 @@ class FrameRuns:
             frame.seq_len,
             decode=frame.phase is Phase.DECODE,
             forward_s=timing.forward_s,
+            now=self._clock.now(),
         )
         hop_timing = HopTiming(
             frame.hop_index,
@@ -220,8 +225,12 @@ class FrameRuns:
             deadline_ms=left_ms,
             body=outcome.hidden,
         )
+        sent_at = self._clock.now()
         reply = await self._transport.forward(next_hop.url, onward)
         run.undelivered = None
+        if reply.timings:
+            elapsed_ms = 1000 * (self._clock.now() - sent_at)
+            self._links.took(next_hop.node_id, elapsed_ms, reply.timings[0].total_ms, len(outcome.hidden))
         timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived), sent_bytes=len(outcome.hidden))
         draining = (*self.if_draining(frame), *reply.draining)
         return FrameReply(position, reply.tokens, (timing, *reply.timings), draining)

@@ -24,7 +24,8 @@ from meshnet_core.errors import (
     HopError,
     MissReason,
 )
-from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply
+from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming
+from meshnet_core.link_times import LinkTimes
 from meshnet_core.membership import ShardInfo
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.transport import HopTransport
@@ -49,6 +50,7 @@ class HopService:
         transport: reaches the next hops.
         sample: chooses tokens at the tail.
         clock: for deadlines.
+        links: how long posts to the next hops take; of its own if not given.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class HopService:
         transport: HopTransport,
         sample: SampleFunction,
         clock: Clock,
+        links: LinkTimes | None = None,
     ) -> None:
         self.boot = boot
         self.shards = shards
@@ -69,6 +72,7 @@ class HopService:
         self.drains = 0
         self.misses: Counter[MissReason] = Counter()  # frames and opens refused for want of state
         self.recent: deque[dict[str, Any]] = deque(maxlen=32)  # what is remembered of ended sessions, for people
+        self.links = links or LinkTimes(clock)
         self._lane = lane
         self._runs = FrameRuns(
             store=store,
@@ -77,6 +81,7 @@ class HopService:
             sample=sample,
             clock=clock,
             is_draining=lambda: self.draining,
+            links=self.links,
         )
         self._clock = clock
 
@@ -109,7 +114,9 @@ class HopService:
                 session.check(frame)
                 run = await self._runs.take_in(key, session, frame, arrived)
                 if not frame.sample and session.is_tail:
-                    return FrameReply(frame.position + frame.seq_len, draining=self._runs.if_draining(frame))
+                    queued = HopTiming(frame.hop_index, total_ms=1000 * (self._clock.now() - arrived))
+                    position = frame.position + frame.seq_len
+                    return FrameReply(position, timings=(queued,), draining=self._runs.if_draining(frame))
                 return await self._runs.outcome_of(run, key, frame, arrived)
             except HopError as error:
                 if error.hop_index is None:
@@ -153,7 +160,8 @@ class HopService:
             "max_loaded_shards": self.shards.max_loaded,
             "shard_loads": self.shards.loads,
             "shard_drops": self.shards.drops,
-            "shards": [shard.info().to_wire() for shard in self.shards],
+            "shards": [shard.info(self._clock.now()).to_wire() for shard in self.shards],
+            "links": [link.to_wire() for link in self.links.told()],
             "running": [held.summary() for held in self.store],
             "recent": list(self.recent),
         }

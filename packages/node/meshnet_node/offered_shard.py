@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from meshnet_core.estimate import RunningEstimate
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import ShardInfo
 from meshnet_node.model_backend import ShardBackend
@@ -13,17 +14,6 @@ Progress = Callable[[int, int], None]
 """Told (bytes read, bytes to read), from any thread; may raise to stop the loading."""
 Loader = Callable[[Progress], ShardBackend]
 """Loads a shard; blocks until it is done."""
-
-
-@dataclass(slots=True)
-class RunningMean:
-    """Exponentially weighted mean of a measurement; None until the first."""
-
-    weight: float = 0.1
-    value: float | None = None
-
-    def add(self, sample: float) -> None:
-        self.value = sample if self.value is None else self.value + self.weight * (sample - self.value)
 
 
 @dataclass(slots=True)
@@ -43,11 +33,11 @@ class LoadedShard:
     model: str
     fingerprint: str
     max_positions: int
-    decode_ms: RunningMean = field(default_factory=RunningMean)
-    prefill_ms: RunningMean = field(default_factory=RunningMean)
+    decode_ms: RunningEstimate = field(default_factory=RunningEstimate)
+    prefill_ms: RunningEstimate = field(default_factory=RunningEstimate)
 
-    def info(self) -> ShardInfo:
-        """As it is announced."""
+    def info(self, now: float | None = None) -> ShardInfo:
+        """As it is announced at ``now`` seconds of the clock that measurements were taken in with."""
         return ShardInfo(
             model=self.model,
             fingerprint=self.fingerprint,
@@ -59,14 +49,16 @@ class LoadedShard:
             weight_bytes=self.backend.weight_bytes,
             decode_ms=self.decode_ms.value,
             prefill_ms=self.prefill_ms.value,
+            decode_evidence=self.decode_ms.evidence(now),
+            prefill_evidence=self.prefill_ms.evidence(now),
         )
 
-    def measure(self, layers: int, positions: int, decode: bool, forward_s: float) -> None:
-        """Take in how long ``layers`` layers took over ``positions`` positions."""
+    def measure(self, layers: int, positions: int, decode: bool, forward_s: float, now: float = 0.0) -> None:
+        """Take in how long ``layers`` layers took over ``positions`` positions, ``now`` seconds by some clock."""
         if decode:
-            self.decode_ms.add(1000 * forward_s / layers)
+            self.decode_ms.add(1000 * forward_s / layers, now)
         else:
-            self.prefill_ms.add(1000 * forward_s / layers / positions)
+            self.prefill_ms.add(1000 * forward_s / layers / positions, now)
 
 
 @dataclass(slots=True, eq=False)  # two offers are never the same for looking alike
@@ -84,8 +76,8 @@ class OfferedShard:
     load: Loader | None
     text_files: Mapping[str, bytes] = field(default_factory=dict)
     shard: LoadedShard | None = None
-    decode_ms: RunningMean = field(default_factory=RunningMean)
-    prefill_ms: RunningMean = field(default_factory=RunningMean)
+    decode_ms: RunningEstimate = field(default_factory=RunningEstimate)
+    prefill_ms: RunningEstimate = field(default_factory=RunningEstimate)
 
     @classmethod
     def held(cls, shard: LoadedShard) -> OfferedShard:
@@ -101,11 +93,18 @@ class OfferedShard:
         """Bytes of weights held, or that loading it is expected to take."""
         return self.known.weight_bytes if self.shard is None else self.shard.backend.weight_bytes
 
-    def info(self) -> ShardInfo:
-        """As it is announced."""
+    def info(self, now: float | None = None) -> ShardInfo:
+        """As it is announced at ``now`` seconds of the clock that measurements were taken in with."""
         if self.shard is not None:
-            return self.shard.info()
-        return replace(self.known, loaded=False, decode_ms=self.decode_ms.value, prefill_ms=self.prefill_ms.value)
+            return self.shard.info(now)
+        return replace(
+            self.known,
+            loaded=False,
+            decode_ms=self.decode_ms.value,
+            prefill_ms=self.prefill_ms.value,
+            decode_evidence=self.decode_ms.evidence(now),
+            prefill_evidence=self.prefill_ms.evidence(now),
+        )
 
     def loaded_with(self, backend: ShardBackend) -> LoadedShard:
         """This shard, run by ``backend``."""

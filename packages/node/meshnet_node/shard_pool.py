@@ -20,9 +20,9 @@ from functools import partial
 from meshnet_core.clock import Clock, SystemClock
 from meshnet_core.errors import CacheFullError, CacheMissError, HopFailedError, InvalidInputError, MissReason
 from meshnet_core.layer_range import LayerRange
-from meshnet_node.offered_shard import LoadedShard, OfferedShard, RunningMean
+from meshnet_node.offered_shard import LoadedShard, OfferedShard
 
-__all__ = ["LoadedShard", "OfferedShard", "RunningMean", "ShardLease", "ShardPool"]
+__all__ = ["LoadedShard", "OfferedShard", "ShardLease", "ShardPool"]
 
 logger = logging.getLogger(__name__)
 
