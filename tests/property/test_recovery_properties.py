@@ -46,7 +46,7 @@ from meshnet_gateway.recovery import (
 )
 from meshnet_gateway.waiting_room import NoRoomError
 
-FINAL = (ProtocolMismatchError, TooLargeError, UnauthorizedError, RequestRefusedError)
+FINAL = (TooLargeError, UnauthorizedError, RequestRefusedError)
 MAX_TRIES = (MAX_ATTEMPTS + 1) * (1 + MAX_RETRIES + BUSY_RETRIES)
 
 transient = st.one_of(
@@ -58,6 +58,7 @@ transient = st.one_of(
             HopUnreachableError,
             DeadlineError,
             DrainingError,
+            ProtocolMismatchError,
             HopFailedError,
             LayersUnavailableError,
             TrackerUnreachableError,

@@ -29,6 +29,7 @@ from meshnet_core.errors import (
     LayersUnavailableError,
     MeshnetError,
     MissReason,
+    ProtocolMismatchError,
 )
 from meshnet_core.frames import Frame, Phase
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
@@ -84,6 +85,7 @@ BROKEN, LACKING = HopFailedError("broken"), LayersUnavailableError("layers 2-3 l
         (LATE, History(retries=BUSY_RETRIES, busy=True), Reroute(frozenset({"b"}))),
         (LATE, History(excluded=frozenset({"a"}), busy=False), Reroute(frozenset({"a", "b"}))),
         (DrainingError("d"), History(), Reroute(frozenset({"b"}))),
+        (ProtocolMismatchError("p"), History(), Reroute(frozenset({"b"}))),
         (BROKEN, History(), RePrefill()),
         (BROKEN, History(failures=(BROKEN,)), Reroute(frozenset({"b"}), 0.2)),
         (LACKING, History(), Fail(LACKING)),

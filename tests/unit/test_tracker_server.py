@@ -79,7 +79,7 @@ def test_the_documented_examples_are_what_is_read_and_written() -> None:
     announced, asked, routed, error = map(json.loads, re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL))
     assert NodeInfo.from_wire(announced).to_wire() == announced
     assert Route.from_wire(routed).to_wire() == routed
-    assert set(asked) == {"model", "excluded", "fingerprint"}
+    assert set(asked) == {"model", "excluded", "fingerprint", "protocol_min", "protocol_max"}
     assert set(error["error"]) == {"code", "message"}
 
 
@@ -202,6 +202,9 @@ async def test_a_wrong_announcement_is_refused_with_its_reason(tracker: Tracker,
         ({"model": "m", "excluded": ["a", 3]}, "an excluded node's id must be"),
         ({"model": "m", "excluded": ["a"] * 1001}, "at most 1000 items"),
         ({"model": "m", "fingerprint": None}, "fingerprint must be"),
+        ({"model": "m", "protocol_min": "1"}, "protocol_min must be"),
+        ({"model": "m", "protocol_min": 9, "protocol_max": 8}, "protocol_max must be a whole number from 9"),
+        ({"model": "m", "protocol_max": 10**9}, "more than 16 versions"),
         ({"model": "m", "fast": True, "cheap": True}, "unknown fields in the request for a route: cheap, fast"),
     ],
 )

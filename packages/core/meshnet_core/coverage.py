@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshnet_core.frames import PROTOCOL_MAX, PROTOCOL_MIN
+from meshnet_core.frames import PROTOCOLS
 from meshnet_core.layer_range import LayerRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meshnet_core.membership import NodeInfo, ShardInfo, Snapshot
-
-PROTOCOLS = range(PROTOCOL_MIN, PROTOCOL_MAX + 1)
 
 _NAMED = 8  # gaps, holders or models that one error message names
 

@@ -20,6 +20,7 @@ from meshnet_core.sampling import SampledToken
 
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
+PROTOCOLS = range(PROTOCOL_MIN, PROTOCOL_MAX + 1)
 MAX_CHUNK = 256  # positions in one prefill frame on the cached path
 
 
@@ -49,6 +50,7 @@ class Frame:
         cache: False on the stateless path: the frame is the whole sequence and no state is kept.
         body: raw little-endian tensor: int32 token ids ``[1, seq_len]`` into hop 0, hidden states
             ``[1, seq_len, hidden]`` in the session's wire dtype after it.
+        protocol: the version it is written in: the one that all hops of its route agreed on.
     """
 
     session: str
@@ -62,6 +64,7 @@ class Frame:
     deadline_ms: int
     cache: bool
     body: bytes | bytearray | memoryview = field(repr=False)
+    protocol: int = PROTOCOL_MAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from meshnet_core.errors import BadFrameError, HopFailedError, InvalidInputError, ProtocolMismatchError
-from meshnet_core.frames import PROTOCOL_MAX, PROTOCOL_MIN, Frame, Phase
+from meshnet_core.frames import PROTOCOL_MAX, PROTOCOLS, Frame, Phase
 from meshnet_core.ids import check_id
 from meshnet_core.open_document import OpenDocument
 
@@ -47,15 +47,15 @@ _FLAGS = {"on": True, "off": False}
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, InvalidInputError)
 
 
-def encode_call() -> dict[str, str]:
-    """Headers of a call that is not a frame."""
-    return {PROTOCOL: str(PROTOCOL_MAX)}
+def encode_call(protocol: int = PROTOCOL_MAX) -> dict[str, str]:
+    """Headers of a call that is not a frame, in a version of the protocol."""
+    return {PROTOCOL: str(protocol)}
 
 
 def encode_frame(frame: Frame) -> tuple[dict[str, str], Body]:
     """Headers, in the order of :data:`FRAME_HEADERS`, and body of a frame; read back by :func:`decode_frame`."""
     values = (
-        PROTOCOL_MAX,
+        frame.protocol,
         frame.session,
         frame.epoch,
         frame.hop_index,
@@ -70,26 +70,27 @@ def encode_frame(frame: Frame) -> tuple[dict[str, str], Body]:
     return {name: str(value) for name, value in zip(FRAME_HEADERS, values, strict=True)}, frame.body
 
 
-def check_protocol(headers: Iterable[tuple[str, str]]) -> None:
-    """Check the headers of a call that is not a frame.
+def check_protocol(headers: Iterable[tuple[str, str]], protocols: range = PROTOCOLS) -> None:
+    """Check the headers of a call that is not a frame; ``protocols`` are the versions that this node speaks.
 
     Raises:
         ProtocolMismatchError: another protocol version than this node speaks.
         BadFrameError: the version is missing, twice or no number, or another ``X-Meshnet-`` header is there.
     """
-    _meshnet_headers(headers, {PROTOCOL.lower(): PROTOCOL})
+    _meshnet_headers(headers, {PROTOCOL.lower(): PROTOCOL}, protocols)
 
 
-def decode_frame(headers: Iterable[tuple[str, str]], body: Body) -> Frame:
+def decode_frame(headers: Iterable[tuple[str, str]], body: Body, protocols: range = PROTOCOLS) -> Frame:
     """A frame from the (name, value) pairs of a request and its body.
 
-    Names are compared without regard to case; headers outside ``X-Meshnet-`` are not looked at.
+    Names are compared without regard to case; headers outside ``X-Meshnet-`` are not looked at. ``protocols`` are the
+    versions that this node speaks.
 
     Raises:
         ProtocolMismatchError: another protocol version than this node speaks.
         BadFrameError: a header is missing, there twice, unknown or ill-formed; says which, and what would be right.
     """
-    found = _meshnet_headers(headers, _BY_LOWER)
+    found = _meshnet_headers(headers, _BY_LOWER, protocols)
     missing = [name for name in FRAME_HEADERS if name not in found]
     if missing:
         raise BadFrameError(f"the frame lacks {', '.join(missing)}; every frame carries all of these once")
@@ -115,6 +116,7 @@ def decode_frame(headers: Iterable[tuple[str, str]], body: Body) -> Frame:
         deadline_ms=_number(found, "X-Meshnet-Deadline-Ms"),
         cache=_choice(found, "X-Meshnet-Cache", _FLAGS),
         body=body,
+        protocol=_number(found, PROTOCOL),
     )
 
 
@@ -194,11 +196,11 @@ def decode_reply(body: Body, from_wire: Callable[[dict[str, Any]], ReplyValue]) 
         raise HopFailedError(f"unreadable answer from a peer: {bytes(body[:200])!r}") from error
 
 
-def _meshnet_headers(headers: Iterable[tuple[str, str]], known: dict[str, str]) -> dict[str, str]:
+def _meshnet_headers(headers: Iterable[tuple[str, str]], known: dict[str, str], protocols: range) -> dict[str, str]:
     """The ``X-Meshnet-`` headers among ``headers`` by their proper names; each at most once, none unknown."""
     ours = [(name.lower(), value) for name, value in headers if name.lower().startswith(_PREFIX)]
     # The version comes first: a newer peer's frame may carry headers that only its version explains.
-    _check_version([value for name, value in ours if name == PROTOCOL.lower()])
+    _check_version([value for name, value in ours if name == PROTOCOL.lower()], protocols)
     found: dict[str, str] = {}
     for lower, value in ours:
         name = known.get(lower)
@@ -210,11 +212,11 @@ def _meshnet_headers(headers: Iterable[tuple[str, str]], known: dict[str, str]) 
     return found
 
 
-def _check_version(values: list[str]) -> None:
-    spoken = str(PROTOCOL_MIN) if PROTOCOL_MIN == PROTOCOL_MAX else f"{PROTOCOL_MIN} to {PROTOCOL_MAX}"
+def _check_version(values: list[str], protocols: range) -> None:
+    spoken = str(protocols[0]) if len(protocols) == 1 else f"{protocols[0]} to {protocols[-1]}"
     if len(values) != 1:
         raise BadFrameError(f"{PROTOCOL} must be there once, not {len(values)} times; this node speaks {spoken}")
-    if not PROTOCOL_MIN <= _number({PROTOCOL: values[0]}, PROTOCOL) <= PROTOCOL_MAX:
+    if _number({PROTOCOL: values[0]}, PROTOCOL) not in protocols:
         raise ProtocolMismatchError(f"{PROTOCOL} is {values[0]}; this node speaks {spoken}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -22,9 +23,10 @@ from meshnet_core.errors import (
     HopFailedError,
     HopUnreachableError,
     MeshnetError,
+    ProtocolMismatchError,
     error_from_wire,
 )
-from meshnet_core.frames import Frame, FrameReply
+from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
 from meshnet_core.http_codec import Body
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 
@@ -65,6 +67,8 @@ class HttpTransport:
         clock: for what is left of a deadline when a call is repeated.
         control_timeout_s: for release and probe, in seconds.
         connect_timeout_s: for making one connection, in seconds.
+        protocols: versions of the wire protocol to speak. Opens and frames are in their route's; for the other calls,
+            which know no route, the newest that the hop takes is found out.
     """
 
     def __init__(
@@ -73,17 +77,20 @@ class HttpTransport:
         *,
         control_timeout_s: float = CONTROL_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        protocols: range = PROTOCOLS,
     ) -> None:
         self._clock = clock or SystemClock()
         self._control_timeout_s = control_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
+        self._protocols = protocols
+        self._taken: dict[str, int] = {}  # by URL: the version that a hop took lately
 
     async def open(self, url: str, document: OpenDocument) -> OpenReply:
         call = _Call("POST", url, "/hop/open", document.step_deadline_ms / 1000, document.hop_index)
         body = http_codec.encode_json(document.to_wire())
-        answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(), body))
+        answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(document.route.protocol), body))
         return http_codec.decode_reply(answer, OpenReply.from_wire)
 
     async def forward(self, url: str, frame: Frame) -> FrameReply:
@@ -99,13 +106,11 @@ class HttpTransport:
     async def release(self, url: str, session: str, through_epoch: int | None = None) -> int:
         call = _Call("POST", url, "/hop/release", self._control_timeout_s, None)
         body = http_codec.encode_release(session, through_epoch)
-        answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(), body))
-        return http_codec.decode_released(answer)
+        return http_codec.decode_released(await self._agreed(call, body))
 
     async def probe(self, url: str, session: str | None) -> ProbeReply:
         call = _Call("GET", url, "/hop/probe", self._control_timeout_s, None, session)
-        answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(), b""))
-        return http_codec.decode_reply(answer, ProbeReply.from_wire)
+        return http_codec.decode_reply(await self._agreed(call, b""), ProbeReply.from_wire)
 
     async def close(self) -> None:
         """Close every connection; calls made later find no hop. Idempotent."""
@@ -113,6 +118,24 @@ class HttpTransport:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def _agreed(self, call: _Call, body: Body) -> bytes:
+        """The answer to a call that knows no route, in the newest version that the hop takes."""
+        newest_first = list(reversed(self._protocols))
+        if (taken := self._taken.get(call.url)) in newest_first:
+            newest_first.remove(taken)
+            newest_first.insert(0, taken)
+        for protocol in newest_first[:-1]:
+            with suppress(ProtocolMismatchError):
+                return await self._in(protocol, call, body)
+        return await self._in(newest_first[-1], call, body)
+
+    async def _in(self, protocol: int, call: _Call, body: Body) -> bytes:
+        answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(protocol), body))
+        if len(self._taken) >= MAX_CONNECTIONS:
+            self._taken.clear()
+        self._taken[call.url] = protocol
+        return answer
 
     async def _answer(self, call: _Call, encode: Callable[[float], _Encoded]) -> tuple[bytes, str | None]:
         """Body and boot id of a yes; ``encode`` makes headers and body from the seconds that are left."""

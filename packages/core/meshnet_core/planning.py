@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshnet_core.coverage import (
-    PROTOCOLS,
     ModelSummary,
     Offer,
     VariantKey,
@@ -31,6 +30,7 @@ from meshnet_core.coverage import (
 )
 from meshnet_core.dtypes import dtype_bytes
 from meshnet_core.errors import LayersUnavailableError, ModelNotFoundError
+from meshnet_core.frames import PROTOCOLS
 from meshnet_core.route import Hop, Route
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ def plan_route(
     ]
     if not found:
         raise LayersUnavailableError(explain_gaps(served, wanted, excluded, protocols))
-    _, _, key, path = min(found, key=lambda choice: choice[:3])
-    return _route(key, path)
+    _, newest, key, path = min(found, key=lambda choice: choice[:3])
+    return _route(key, path, -newest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +177,10 @@ def _keep(edges: list[_Edge], new: _Edge) -> None:
         edges.append(new)
 
 
-def _route(key: VariantKey, path: _Path) -> Route:
+def _route(key: VariantKey, path: _Path, protocol: int) -> Route:
     hops: list[Hop] = []
     while path.before is not None and path.offer is not None:
         node, shard = path.offer
         hops.append(Hop(node.node_id, node.url, shard.layers.starting_at(path.start), shard.dtype, node.version))
         path = path.before
-    return Route(key.name, key.fingerprint, key.num_layers, tuple(reversed(hops)))
+    return Route(key.name, key.fingerprint, key.num_layers, tuple(reversed(hops)), protocol)

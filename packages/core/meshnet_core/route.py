@@ -7,10 +7,12 @@ from typing import Any
 
 from meshnet_core.dtypes import dtype_bytes
 from meshnet_core.errors import InvalidInputError
+from meshnet_core.frames import PROTOCOL_MAX
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.wire_fields import items, text, whole
 
 MAX_HOPS = 1024
+_FIRST_PROTOCOL = 1  # which is not told: peers that speak no other know no such field
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Hop:
 class Route:
     """Hops in order, validated to cover layers ``0`` to ``num_layers`` exactly once.
 
+    ``protocol`` is the wire protocol's version in which the gateway and the hops speak about a session on it.
+
     Raises:
         InvalidInputError: on a gap, an overlap, or ends that are not the model's.
     """
@@ -74,6 +78,7 @@ class Route:
     fingerprint: str
     num_layers: int
     hops: tuple[Hop, ...]
+    protocol: int = PROTOCOL_MAX
 
     def __post_init__(self) -> None:
         at = 0
@@ -90,6 +95,7 @@ class Route:
             "fingerprint": self.fingerprint,
             "num_layers": self.num_layers,
             "hops": [hop.to_wire() for hop in self.hops],
+            **({"protocol": self.protocol} if self.protocol != _FIRST_PROTOCOL else {}),
         }
 
     @classmethod
@@ -102,6 +108,7 @@ class Route:
             fingerprint=text(document, "fingerprint"),
             num_layers=whole(document, "num_layers", least=1),
             hops=tuple(Hop.from_wire(hop) for hop in items(document, "hops", most=MAX_HOPS)),
+            protocol=whole(document, "protocol") if "protocol" in document else _FIRST_PROTOCOL,
         )
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import aiohttp
 
 from meshnet_core.errors import InvalidInputError, TrackerUnreachableError, error_from_wire
+from meshnet_core.frames import PROTOCOLS
 from meshnet_core.membership import NodeInfo, Snapshot
 from meshnet_core.route import Route
 from meshnet_core.wire_fields import optional_number
@@ -28,16 +29,18 @@ class TrackerClient:
     Args:
         url: the tracker's, such as ``http://10.0.0.5:7400``.
         timeout_s: seconds for one call, from dialling to the last byte.
+        protocols: versions of the wire protocol that routes may be of: those that the caller speaks with nodes.
 
     Raises:
         InvalidInputError: if ``url`` is none.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 5.0, protocols: range = PROTOCOLS) -> None:
         if not url.startswith(("http://", "https://")) or not url.partition("://")[2].strip("/"):
             raise InvalidInputError(f"a tracker's address is a URL such as http://127.0.0.1:7400, not {url!r}")
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
+        self._protocols = protocols
         self._session: aiohttp.ClientSession | None = None
 
     async def heartbeat(self, info: NodeInfo) -> float:
@@ -90,7 +93,12 @@ class TrackerClient:
             LayersUnavailableError: some layers are served by no usable node.
             TrackerUnreachableError: as :meth:`heartbeat`.
         """
-        request: dict[str, Any] = {"model": model, "excluded": sorted(excluded)}
+        request: dict[str, Any] = {
+            "model": model,
+            "excluded": sorted(excluded),
+            "protocol_min": self._protocols[0],
+            "protocol_max": self._protocols[-1],
+        }
         if fingerprint is not None:
             request["fingerprint"] = fingerprint
         reply = await self._call("POST", "/v1/route", request)

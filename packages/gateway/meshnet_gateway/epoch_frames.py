@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshnet_core.frames import Frame, Phase
+from meshnet_core.frames import PROTOCOL_MAX, Frame, Phase
 from meshnet_gateway.recovery import Replay
 
 
@@ -22,6 +22,7 @@ class EpochFrames:
         start_layer: the first hop's effective start.
         deadline_ms: for each step.
         cache: False on the stateless path.
+        protocol: the route's.
     """
 
     session: str
@@ -29,6 +30,7 @@ class EpochFrames:
     start_layer: int
     deadline_ms: int
     cache: bool
+    protocol: int = PROTOCOL_MAX
 
     def prefill(self, prompt: Sequence[int], answer: Sequence[int], chunk: int, replay: Replay) -> Iterator[Frame]:
         """The frames that make the state of prompt and answer so far; only the last one samples.
@@ -66,4 +68,5 @@ class EpochFrames:
             deadline_ms=self.deadline_ms,
             cache=self.cache,
             body=struct.pack(f"<{len(tokens)}i", *tokens),
+            protocol=self.protocol,
         )

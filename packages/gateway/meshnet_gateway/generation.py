@@ -421,6 +421,7 @@ class Generation:
             route.hops[0].layers.start,
             self._engine.step_deadline_ms,
             cache=not self._history.stateless,
+            protocol=route.protocol,
         )
 
     async def _forward(self, route: Route, frame: Frame) -> FrameReply:

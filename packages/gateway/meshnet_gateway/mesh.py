@@ -15,6 +15,7 @@ import aiohttp
 from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary, listed, served_models
 from meshnet_core.errors import MeshnetError, ModelNotFoundError, TrackerUnreachableError
+from meshnet_core.frames import PROTOCOLS
 from meshnet_core.membership import NodeInfo, Snapshot
 from meshnet_core.planning import plan_route
 from meshnet_core.route import Route
@@ -38,11 +39,18 @@ class Tracker(Protocol):
 
 
 class Mesh:
-    """One mesh, through its tracker."""
+    """One mesh, through its tracker.
 
-    def __init__(self, tracker: Tracker, clock: Clock) -> None:
+    Args:
+        tracker: what is asked.
+        clock: tells a snapshot's age.
+        protocols: versions of the wire protocol that this gateway speaks with nodes; ``tracker`` has the same.
+    """
+
+    def __init__(self, tracker: Tracker, clock: Clock, *, protocols: range = PROTOCOLS) -> None:
         self._tracker = tracker
         self._clock = clock
+        self._protocols = protocols
         self._snapshot: Snapshot | None = None
         self._taken_at = 0.0
         self._tracker_answers = True
@@ -66,7 +74,7 @@ class Mesh:
 
     async def models(self) -> list[ModelSummary]:
         """Every model that some node serves, whole or not."""
-        return served_models(await self.snapshot())
+        return served_models(await self.snapshot(), protocols=self._protocols)
 
     async def model(self, name: str) -> ModelSummary:
         """The model of that name; of several fingerprints one that is whole.
@@ -92,7 +100,9 @@ class Mesh:
                 return await self._tracker.route(model.name, excluded, fingerprint=model.fingerprint)
             except TrackerUnreachableError:
                 self._heard(False)
-        return plan_route(await self.snapshot(), model.name, excluded, fingerprint=model.fingerprint)
+        return plan_route(
+            await self.snapshot(), model.name, excluded, fingerprint=model.fingerprint, protocols=self._protocols
+        )
 
     async def nodes_of(self, model: ModelSummary) -> list[NodeInfo]:
         """The nodes that hold some of the model."""
@@ -117,7 +127,7 @@ class Mesh:
                     "complete": model.complete,
                     "missing_layers": [str(gap) for gap in model.missing],
                 }
-                for model in served_models(snapshot)
+                for model in served_models(snapshot, protocols=self._protocols)
             ],
             "nodes": nodes,
         }

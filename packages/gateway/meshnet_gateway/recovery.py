@@ -2,7 +2,7 @@
 
 failure                              first           then                     in the end
 cache miss                           re-prefill      re-prefill               stateless
-other model or layers there now      reroute without the hop                  fail
+other model, layers, protocol there   reroute without the hop                  fail
 hop unreachable                      retry           probe, as below          fail
 deadline                             probe           busy: retry once more    fail
                                                      else: reroute without it
@@ -13,7 +13,7 @@ no room, after waiting for it        fail: `waiting_room` has had its say
 exception in a forward               re-prefill      reroute without it       fail
 no route, once others were blamed    wait, with the blamed let in again       fail, with the layers that lack
 bad frame (cut on its way?)          retry           re-prefill               fail
-protocol, too large, ...             fail: the same would happen again
+too large, ...                       fail: the same would happen again
 
 A probe tells *queued* from *hung*: a hop that answers it and has frames waiting is busy, and blaming it would only move
 the load elsewhere together with a prefill.
@@ -35,6 +35,7 @@ from meshnet_core.errors import (
     LayersUnavailableError,
     MeshnetError,
     MissReason,
+    ProtocolMismatchError,
     TrackerUnreachableError,
 )
 from meshnet_gateway.waiting_room import NoRoomError
@@ -139,8 +140,12 @@ def next_action(failure: MeshnetError, node_id: str | None, history: History) ->
     without = history.excluded | ({node_id} if node_id is not None else frozenset())
     reroute = Reroute(without, wait_s if attempts else 0.0)
     match failure:
-        case CacheMissError(reason=MissReason.MODEL_MISMATCH | MissReason.RANGE_MISMATCH) | DrainingError():
-            # A node with other layers than the route says, as after a restart, would say so again.
+        case (
+            CacheMissError(reason=MissReason.MODEL_MISMATCH | MissReason.RANGE_MISMATCH)
+            | DrainingError()
+            | ProtocolMismatchError()
+        ):
+            # A node with other layers or another protocol than the route says, as after a restart, would say so again.
             return reroute
         case CacheMissError():
             return _after_miss(failure, history)

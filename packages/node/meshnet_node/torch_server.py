@@ -30,6 +30,7 @@ from meshnet_core.errors import (
     ModelNotFoundError,
     TooLargeError,
 )
+from meshnet_core.frames import PROTOCOLS
 from meshnet_core.ids import check_id
 from meshnet_core.transport import HopEndpoint
 from meshnet_node.node_metrics import NodeMetrics
@@ -55,6 +56,7 @@ def create_app(
     max_body: int,
     body_timeout_s: float = BODY_TIMEOUT_S,
     metrics: NodeMetrics | None = None,
+    protocols: range = PROTOCOLS,
 ) -> web.Application:
     """The application that answers for one node.
 
@@ -66,8 +68,9 @@ def create_app(
         max_body: bytes of body accepted.
         body_timeout_s: seconds in which a body must have arrived.
         metrics: what is counted and told at ``/metrics``; new ones if not given.
+        protocols: versions of the wire protocol that the node speaks, as it announces them.
     """
-    door = _Door(endpoint, status, text_files, max_body, body_timeout_s, metrics or NodeMetrics(status))
+    door = _Door(endpoint, status, text_files, max_body, body_timeout_s, metrics or NodeMetrics(status), protocols)
 
     @web.middleware
     async def answer(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -126,6 +129,7 @@ class _Door:
         max_body: int,
         body_timeout_s: float,
         metrics: NodeMetrics,
+        protocols: range,
     ) -> None:
         self._endpoint = endpoint
         self._status = status
@@ -133,6 +137,7 @@ class _Door:
         self._max_body = max_body
         self._body_timeout_s = body_timeout_s
         self._metrics = metrics
+        self._protocols = protocols
 
     async def guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """``handler``'s answer, counted; whatever it raises becomes an error document."""
@@ -163,24 +168,24 @@ class _Door:
 
     async def open(self, request: web.Request) -> web.Response:
         body = await self._body(request, "application/json")
-        http_codec.check_protocol(request.headers.items())
+        http_codec.check_protocol(request.headers.items(), self._protocols)
         reply = await self._endpoint.open(http_codec.decode_open(body))
         return _json_response(http_codec.encode_json(reply.to_wire()))
 
     async def forward(self, request: web.Request) -> web.Response:
         body = await self._body(request, "application/octet-stream")
-        reply = await self._endpoint.forward(http_codec.decode_frame(request.headers.items(), body))
+        reply = await self._endpoint.forward(http_codec.decode_frame(request.headers.items(), body, self._protocols))
         return _json_response(http_codec.encode_json(reply.to_wire()))
 
     async def release(self, request: web.Request) -> web.Response:
         body = await self._body(request, "application/json")
-        http_codec.check_protocol(request.headers.items())
+        http_codec.check_protocol(request.headers.items(), self._protocols)
         session, through_epoch = http_codec.decode_release(body)
         return _json_response(http_codec.encode_released(await self._endpoint.release(session, through_epoch)))
 
     async def probe(self, request: web.Request) -> web.Response:
         if http_codec.PROTOCOL in request.headers:  # so that a person's plain GET is answered too
-            http_codec.check_protocol(request.headers.items())
+            http_codec.check_protocol(request.headers.items(), self._protocols)
         session = request.query.get("session")
         reply = await self._endpoint.probe(None if session is None else check_id(session, "session"))
         return _json_response(http_codec.encode_json(reply.to_wire()))

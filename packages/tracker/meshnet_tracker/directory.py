@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from meshnet_core.errors import DirectoryFullError, InvalidInputError, UnknownNodeError
+from meshnet_core.frames import PROTOCOLS
 from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
 
@@ -190,7 +191,13 @@ class Directory:
         self.expire()
         return Snapshot(tuple(self._leases[node_id].node for node_id in sorted(self._leases)))
 
-    def plan(self, model: str, excluded: frozenset[str] = frozenset(), fingerprint: str | None = None) -> Route:
+    def plan(
+        self,
+        model: str,
+        excluded: frozenset[str] = frozenset(),
+        fingerprint: str | None = None,
+        protocols: range = PROTOCOLS,
+    ) -> Route:
         """A route through the live nodes, as `planning.plan_route` tells, its errors included.
 
         Routes given out since a node's last heartbeat count as sessions there, so that many generations that start
@@ -201,7 +208,7 @@ class Directory:
             replace(node, sessions=node.sessions + routed) if (routed := self._leases[node.node_id].routed) else node
             for node in snapshot.nodes
         )
-        route = plan_route(Snapshot(loaded), model, excluded, fingerprint=fingerprint)
+        route = plan_route(Snapshot(loaded), model, excluded, fingerprint=fingerprint, protocols=protocols)
         for node_id, hops in Counter(hop.node_id for hop in route.hops).items():
             self._leases[node_id].routed += hops
         return route

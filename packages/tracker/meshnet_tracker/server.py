@@ -16,15 +16,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from meshnet_core import __version__
 from meshnet_core.errors import InvalidInputError, MeshnetError, TooLargeError
+from meshnet_core.frames import PROTOCOLS
 from meshnet_core.ids import check_id
 from meshnet_core.membership import NodeInfo
-from meshnet_core.wire_fields import items, text
+from meshnet_core.wire_fields import items, text, whole
 from meshnet_tracker.directory import Directory, DirectoryEvent, Expired
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 MAX_BODY = 512 * 1024  # bytes: an announcement of as many shards as a node may have
+MAX_PROTOCOLS = 16  # versions in one request for a route: each is planned for
 MAX_EXCLUDED = 1000  # nodes in one request for a route
 
 logger = logging.getLogger(__name__)
@@ -175,14 +177,28 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _route_request(document: Any) -> tuple[str, frozenset[str], str | None]:
+def _route_request(document: Any) -> tuple[str, frozenset[str], str | None, range]:
     if not isinstance(document, dict):
         raise InvalidInputError('a request for a route is a JSON object such as {"model": "smollm2", "excluded": []}')
-    if unknown := set(document) - {"model", "excluded", "fingerprint"}:
+    if unknown := set(document) - {"model", "excluded", "fingerprint", "protocol_min", "protocol_max"}:
         raise InvalidInputError(f"unknown fields in the request for a route: {', '.join(sorted(unknown))[:200]}")
     excluded = items(document, "excluded", most=MAX_EXCLUDED) if "excluded" in document else []
     return (
         text(document, "model"),
         frozenset(check_id(node_id, "an excluded node's id") for node_id in excluded),
         text(document, "fingerprint") if "fingerprint" in document else None,
+        _protocols(document),
     )
+
+
+def _protocols(document: dict[str, Any]) -> range:
+    """Versions of the wire protocol that whoever asks speaks; the tracker itself speaks none of them with nodes."""
+    lowest = whole(document, "protocol_min") if "protocol_min" in document else PROTOCOLS[0]
+    highest = (
+        whole(document, "protocol_max", least=lowest) if "protocol_max" in document else max(lowest, PROTOCOLS[-1])
+    )
+    if highest - lowest >= MAX_PROTOCOLS:
+        raise InvalidInputError(
+            f"protocol_min {lowest} and protocol_max {highest} are more than {MAX_PROTOCOLS} versions"
+        )
+    return range(lowest, highest + 1)
