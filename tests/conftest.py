@@ -6,3 +6,4 @@ import os
 
 for name in ("MESHNET_DEBUG", "MESHNET_LOG"):
     os.environ.pop(name, None)
+os.environ["MESHNET_HOME"] = "/nonexistent/meshnet"  # nor does the mesh that this machine may be in

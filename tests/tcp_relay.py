@@ -1,20 +1,28 @@
-"""A relay between real processes that can cut every connection at once, as a flapping network does."""
+"""A relay between real processes that can cut every connection at once, as a flapping network does.
+
+It can also record and alter what passes, as somebody on the way could.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 
 @dataclass
 class TcpRelay:
-    """Relays to ``target_port`` on loopback. `connections` counts all that were ever made."""
+    """Relays to ``target_port`` on loopback. `connections` counts all that were ever made.
+
+    `sent` holds what clients sent; ``alter`` may change each piece of it before it is passed on.
+    """
 
     target_port: int
     port: int = 0
     connections: int = 0
+    sent: bytearray = field(default_factory=bytearray)
+    alter: Callable[[bytes], bytes] = bytes
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -35,13 +43,19 @@ class TcpRelay:
         back = asyncio.create_task(self._pump(up_reader, writer))
         self._tasks.add(back)
         back.add_done_callback(self._tasks.discard)
-        await self._pump(reader, up_writer)
+        await self._pump(reader, up_writer, self._taken)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _taken(self, data: bytes) -> bytes:
+        self.sent += data
+        return self.alter(data)
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, through: Callable[[bytes], bytes] = bytes
+    ) -> None:
         self._open.add(writer)
         with suppress(ConnectionError):
             while data := await reader.read(65536):
-                writer.write(data)
+                writer.write(through(data))
                 await writer.drain()
         self._open.discard(writer)
         writer.close()

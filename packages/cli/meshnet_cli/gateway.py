@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated
 
-from meshnet_cli import lifeline, options, serving
+from meshnet_cli import lifeline, options, serving, trust
 from meshnet_gateway.recovery import Replay
 
 if TYPE_CHECKING:
@@ -21,26 +21,40 @@ def gateway(
     port: Annotated[int, options.port("the API")] = options.DEFAULT_GATEWAY_PORT,
     recovery: options.Recovery = Replay.FAST,
     step_deadline: options.StepDeadline = options.DEFAULT_STEP_DEADLINE_S,
+    mesh: options.MeshPath = None,
+    insecure: options.Insecure = False,
 ) -> None:
     """Serve the OpenAI-style API of a mesh at /v1."""
     lifeline.hold_on()
     serving.set_up_logging()
+    identity = trust.identity_for(host, mesh, insecure=insecure, command="gateway")
     sock = serving.listen(host, port)
-    asyncio.run(_serve(tracker, host, sock, recovery, step_deadline))
+    asyncio.run(_serve(tracker, host, sock, recovery, step_deadline, identity))
 
 
-async def _serve(tracker: str, host: str, sock: socket.socket, recovery: Replay, step_deadline_s: float) -> None:
+async def _serve(
+    tracker: str,
+    host: str,
+    sock: socket.socket,
+    recovery: Replay,
+    step_deadline_s: float,
+    identity: trust.Identity | None,
+) -> None:
     stopped = serving.stop_event()
-    async with api_of(tracker, recovery, step_deadline_s) as app, serving.serving_asgi(app, sock):
+    async with api_of(tracker, recovery, step_deadline_s, identity) as app, serving.serving_asgi(app, sock):
         serving.say_ready(f"{serving.url_of(host, serving.port_of(sock))}/v1")
         await stopped.wait()
 
 
 @asynccontextmanager
 async def api_of(
-    tracker: str, recovery: Replay = Replay.FAST, step_deadline_s: float = options.DEFAULT_STEP_DEADLINE_S
+    tracker: str,
+    recovery: Replay = Replay.FAST,
+    step_deadline_s: float = options.DEFAULT_STEP_DEADLINE_S,
+    identity: trust.Identity | None = None,
 ) -> AsyncIterator[FastAPI]:
-    """The API over the mesh of one tracker, with all that it needs behind it, while the block runs.
+    """The API over the mesh of one tracker, with all that it needs behind it, while the block runs; its calls are made
+    as ``identity``, where this machine has one.
 
     Raises:
         TrackerUnreachableError: no tracker answers there.
@@ -56,14 +70,16 @@ async def api_of(
     from meshnet_gateway.text_store import TextStore
 
     clock = SystemClock()
+    tls = None if identity is None else identity.credentials.client_context()
     async with AsyncExitStack() as closing:
-        client = TrackerClient(tracker)
+        client = TrackerClient(tracker, tls=tls)
         closing.push_async_callback(client.close)
         await client.snapshot()
-        mesh = Mesh(client, clock)
+        mesh = Mesh(client, clock, tls=tls)
         closing.push_async_callback(mesh.close)
-        transport = HttpTransport(clock)
+        transport = HttpTransport(clock, tls=tls)
         closing.push_async_callback(transport.close)
-        session = await closing.enter_async_context(aiohttp.ClientSession())
+        connector = aiohttp.TCPConnector(ssl=tls or True)
+        session = await closing.enter_async_context(aiohttp.ClientSession(connector=connector))
         engine = GenerationEngine(mesh, transport, clock, recovery=recovery, step_deadline_s=step_deadline_s)
         yield create_app(engine, TextStore(mesh, session), mesh, room=engine.room)

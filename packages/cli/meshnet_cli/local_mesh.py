@@ -81,14 +81,14 @@ class LocalMesh:
         """
         children, plan = self._children, self._plan
         self._show = show
-        tracker = children.start("tracker", ["tracker", "--port", "0"])
+        tracker = children.start("tracker", ["tracker", "--port", "0", "--insecure"])  # all on loopback
         children.wait_ready(tracker, timeout_s=START_TIMEOUT_S)
         at_tracker = ["--tracker", str(tracker.url)]
         gateway = children.start(
-            "gateway", ["gateway", *at_tracker, "--port", str(plan.api_port), *plan.gateway_options]
+            "gateway", ["gateway", *at_tracker, "--port", str(plan.api_port), "--insecure", *plan.gateway_options]
         )
         for index, layers in enumerate(plan.splits, start=1):
-            arguments = ["node", plan.model, "--layers", str(layers), *at_tracker, "--port", "0"]
+            arguments = ["node", plan.model, "--layers", str(layers), *at_tracker, "--port", "0", "--insecure"]
             arguments += ["--name", f"node-{index}", "--threads", str(plan.threads), *plan.node_options]
             self.nodes.append(children.start(f"node-{index}", arguments, shared_cores(len(plan.splits), plan.threads)))
         children.wait_ready(gateway, timeout_s=START_TIMEOUT_S)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from meshnet_cli import lifeline, options, serving
+from meshnet_cli import lifeline, options, serving, trust
 from meshnet_cli.node_shards import ShardChoice, load_pool
 from meshnet_cli.progress import progress_reporter
 from meshnet_cli.session_limits import (
@@ -36,6 +36,7 @@ class Place:
         url: where others dial it.
         tracker: address of the tracker.
         api: listens for the API's clients, where a gateway is mounted in this process.
+        identity: as which machine of a mesh it speaks; None without certificates.
     """
 
     node_id: str
@@ -44,6 +45,7 @@ class Place:
     url: str
     tracker: str
     api: socket.socket | None
+    identity: trust.Identity | None = None
 
 
 def node(
@@ -102,6 +104,8 @@ def node(
             "being told again ends it at once.",
         ),
     ] = DEFAULT_DRAIN_GRACE_S,
+    mesh: options.MeshPath = None,
+    insecure: options.Insecure = False,
 ) -> None:
     """Hold some layers of MODEL and serve them to a mesh."""
     lifeline.hold_on()
@@ -112,16 +116,21 @@ def node(
         raise InvalidInputError(f"--advertise {advertise!r} is no address; write it like http://10.0.0.7:7410")
     if api_port is not None and not api:
         raise InvalidInputError("--api-port is the port of the API that --api serves; give both or neither")
-    asyncio.run(_ask_tracker(tracker))  # before the model is loaded for a minute
+    identity = trust.identity_for(host, mesh, insecure=insecure, command="node")
+    scheme = trust.scheme_of(identity)
+    if advertise is not None and not advertise.startswith(f"{scheme}://"):
+        raise InvalidInputError(f"--advertise {advertise} must begin with {scheme}://, which is what this node speaks")
+    asyncio.run(_ask_tracker(tracker, identity))  # before the model is loaded for a minute
     sock = serving.listen_from(host, options.FIRST_NODE_PORT) if port is None else serving.listen(host, port)
     got = serving.port_of(sock)
     place = Place(
         node_id=check_id(name, "--name") if name else _default_name(got),
         host=host,
         sock=sock,
-        url=(advertise or serving.reachable_url(host, got, towards=tracker)).rstrip("/"),
+        url=(advertise or serving.reachable_url(host, got, towards=tracker, scheme=scheme)).rstrip("/"),
         tracker=tracker,
         api=_listen_for_api(host, api_port) if api else None,
+        identity=identity,
     )
     with progress_reporter() as report:
         report("", "starting torch", 0, 1)
@@ -144,10 +153,10 @@ def _default_name(port: int) -> str:
     return check_id(f"{machine[:50] or 'node'}-{port}", "node id")
 
 
-async def _ask_tracker(url: str) -> None:
+async def _ask_tracker(url: str, identity: trust.Identity | None) -> None:
     from meshnet_core.tracker_client import TrackerClient
 
-    client = TrackerClient(url)
+    client = TrackerClient(url, tls=None if identity is None else identity.credentials.client_context())
     try:
         await client.snapshot()
     finally:

@@ -51,7 +51,9 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
     clock, boot = SystemClock(), mint_boot_id()
     device = torch.device(next(offer.shard.backend.device for offer in shards if offer.shard is not None))
     version = f"{__version__} (torch {torch.__version__}, transformers {transformers.__version__})"
-    transport = HttpTransport(clock)
+    credentials = None if place.identity is None else place.identity.credentials
+    dials = None if credentials is None else credentials.client_context()
+    transport = HttpTransport(clock, tls=dials)
     service = HopService(
         boot=boot,
         shards=shards,
@@ -86,10 +88,17 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
     def text_files(fingerprint: str) -> dict[str, bytes] | None:
         return next((dict(offer.text_files) for offer in shards if offer.known.fingerprint == fingerprint), None)
 
+    doorkeeper = torch_server.new_doorkeeper()
     app = torch_server.create_app(
-        service, boot=boot, status=status, text_files=text_files, max_body=_body_limit(shards)
+        service,
+        boot=boot,
+        status=status,
+        text_files=text_files,
+        max_body=_body_limit(shards),
+        doorkeeper=doorkeeper,
     )
-    client = TrackerClient(place.tracker)
+    listens = None if credentials is None else credentials.server_context()
+    client = TrackerClient(place.tracker, tls=dials)
     registration = Registration(client, describe)
     stops = serving.StopSignals()
     stopped = stops.first
@@ -97,13 +106,15 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
         closing.push_async_callback(client.close)
         closing.push_async_callback(transport.close)
         closing.push_async_callback(service.close)
-        await closing.enter_async_context(serving.serving_aiohttp(torch_server.runner_for(app), place.sock))
+        await closing.enter_async_context(
+            serving.serving_aiohttp(torch_server.runner_for(app), place.sock, listens, doorkeeper)
+        )
         sweeper = asyncio.create_task(_sweep(service.store))
         closing.callback(sweeper.cancel)
         registration.start()
         closing.push_async_callback(registration.stop)
         if place.api is not None:
-            api_app = await closing.enter_async_context(gateway.api_of(place.tracker))
+            api_app = await closing.enter_async_context(gateway.api_of(place.tracker, identity=place.identity))
             await closing.enter_async_context(serving.serving_asgi(api_app, place.api))
         while registration.state is not RegistrationState.REGISTERED and not stopped.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -34,7 +35,23 @@ TrackerUrl = Annotated[
 ]
 Host = Annotated[
     str,
-    typer.Option("--host", help="Address to listen on. 0.0.0.0 lets other machines in: only on a network you trust."),
+    typer.Option("--host", help="Address to listen on; 0.0.0.0 is all of this machine's, for other machines to dial."),
+]
+MeshPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--mesh",
+        metavar="DIR",
+        help="Folder with this machine's identity in a mesh.",
+        show_default="$MESHNET_HOME/mesh, else ~/.config/meshnet/mesh",
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        help="No certificates and no encryption, also for other machines: only on a network where you trust all.",
+    ),
 ]
 Dtype = Annotated[
     DtypeChoice,

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -20,6 +21,8 @@ from meshnet_core.errors import InvalidInputError
 if TYPE_CHECKING:
     from aiohttp import web
     from fastapi import FastAPI
+
+    from meshnet_core.doorkeeper import Doorkeeper
 
 BACKLOG = 512
 KEEPALIVE_S = 75  # above what clients and proxies use, so that it is they who close an idle connection
@@ -83,24 +86,24 @@ def port_of(sock: socket.socket) -> int:
     return int(sock.getsockname()[1])
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, scheme: str = "http") -> str:
     """``http://host:port``, with the brackets that an IPv6 address needs."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def reachable_url(host: str, port: int, *, towards: str) -> str:
+def reachable_url(host: str, port: int, *, towards: str, scheme: str = "http") -> str:
     """Where others dial a server that listens on ``host``.
 
     A server that listens on all addresses is dialled at the one from which this machine reaches ``towards``, a URL.
     """
     if host not in _ANY_ADDRESS:
-        return url_of(host, port)
+        return url_of(host, port, scheme)
     target = urlsplit(towards)
     family = socket.AF_INET6 if host == "::" else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((target.hostname or "localhost", target.port or 80))  # UDP: sends nothing, picks the address
-            return url_of(probe.getsockname()[0], port)
+            return url_of(probe.getsockname()[0], port, scheme)
     except OSError as error:
         raise CommandFailedError(
             f"cannot tell at which address others reach this machine ({error.strerror}); say it with --advertise URL"
@@ -127,13 +130,15 @@ def say_ready(url: str) -> None:
 
 
 @asynccontextmanager
-async def serving_aiohttp(runner: web.AppRunner, sock: socket.socket) -> AsyncIterator[None]:
-    """Serve an aiohttp application on a listening socket while the block runs."""
-    from aiohttp import web
+async def serving_aiohttp(
+    runner: web.AppRunner, sock: socket.socket, tls: ssl.SSLContext | None, doorkeeper: Doorkeeper
+) -> AsyncIterator[None]:
+    """Serve an aiohttp application on a listening socket while the block runs; ``tls`` of None is plain HTTP."""
+    from meshnet_core.secure_site import SecureSite
 
     await runner.setup()
     try:
-        await web.SockSite(runner, sock).start()
+        await SecureSite(runner, sock, tls, doorkeeper).start()
         yield
     finally:
         await runner.cleanup()

@@ -9,6 +9,8 @@
     |-- TrackerUnreachableError    503 tracker_unreachable   no tracker answers
     |-- UnknownNodeError           404 unknown_node          a leave for a node that is not registered
     |-- DirectoryFullError         503 directory_full        a tracker that holds as many nodes as it may
+    |-- ForbiddenError             403 forbidden             what this machine, of the mesh or not, may not do
+    |-- RateLimitedError           429 rate_limited          more requests than one peer may make, with when to retry
     `-- HopError                                             said by, or about, one hop of a route
         |-- BadFrameError          400 bad_frame
         |-- UnauthorizedError      401 unauthorized
@@ -29,6 +31,8 @@ from __future__ import annotations
 
 import enum
 from typing import Any, ClassVar
+
+MAX_RETRY_AFTER_S = 86_400.0  # what a peer may be told to wait: more is no answer of ours
 
 
 class MissReason(enum.StrEnum):
@@ -112,6 +116,25 @@ class UnknownNodeError(MeshnetError):
 class DirectoryFullError(MeshnetError):
     code = "directory_full"
     http_status = 503
+
+
+class ForbiddenError(MeshnetError):
+    code = "forbidden"
+    http_status = 403
+
+
+class RateLimitedError(MeshnetError):
+    """More requests than one peer may make; ``retry_after_s`` seconds later it may again."""
+
+    code = "rate_limited"
+    http_status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def details(self) -> dict[str, Any]:
+        return {"retry_after_s": round(self.retry_after_s, 3)}
 
 
 class HopError(MeshnetError):
@@ -252,6 +275,8 @@ def _is_field(key: str, value: object) -> bool:
     """Whether ``value`` is what an error may carry under ``key``."""
     if key == "never":
         return isinstance(value, bool)
+    if key == "retry_after_s":
+        return type(value) in {int, float} and 0 <= float(str(value)) < MAX_RETRY_AFTER_S
     if key in {"hop_index", "position"}:
         return value is None or (type(value) is int and value >= 0)
     return value is None or isinstance(value, str)

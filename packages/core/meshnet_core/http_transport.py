@@ -7,6 +7,7 @@ only where a kept-alive connection turned out to be closed.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,17 +25,21 @@ from meshnet_core.errors import (
     HopUnreachableError,
     MeshnetError,
     ProtocolMismatchError,
+    RateLimitedError,
     error_from_wire,
 )
 from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
 from meshnet_core.http_codec import Body
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.tracker_client import connection_words
 
 CONTROL_TIMEOUT_S = 5.0  # release and probe: little work, so a node that needs longer does not answer
 CONNECT_TIMEOUT_S = 5.0  # a host that drops packets is unreachable, well before a long step's deadline
 # Below the server's (`meshnet_node.torch_server`), so that it is the client that closes an idle connection.
 KEEPALIVE_S = 60.0
 MAX_CONNECTIONS = 1000
+RATE_RETRIES = 3
+SHORTEST_PAUSE_S = 0.01  # before a hop that was asked too much is asked again
 MAX_REPLY_BYTES = 8 * 2**20
 _WITHOUT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # hops need none of them; they are 150 bytes
 
@@ -69,6 +74,8 @@ class HttpTransport:
         connect_timeout_s: for making one connection, in seconds.
         protocols: versions of the wire protocol to speak. Opens and frames are in their route's; for the other calls,
             which know no route, the newest that the hop takes is found out.
+        tls: what to show and to accept (`Credentials.client_context`); hops at plain addresses are then not dialled.
+            None for plain HTTP.
     """
 
     def __init__(
@@ -78,8 +85,10 @@ class HttpTransport:
         control_timeout_s: float = CONTROL_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         protocols: range = PROTOCOLS,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
+        self._tls = tls
         self._control_timeout_s = control_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -144,7 +153,7 @@ class HttpTransport:
             async with asyncio.timeout(call.timeout_s):
                 reused = SimpleNamespace(connection=False)
                 try:
-                    return await self._exchange(call, encode(call.timeout_s), reused)
+                    return await self._unhurried(call, encode, deadline, reused)
                 except HopUnreachableError:
                     if not reused.connection:
                         raise
@@ -157,9 +166,27 @@ class HttpTransport:
                 f"{call} did not answer within {call.timeout_s:g} s", hop_index=call.hop_index
             ) from error
 
+    async def _unhurried(
+        self, call: _Call, encode: Callable[[float], _Encoded], deadline: float, reused: SimpleNamespace
+    ) -> tuple[bytes, str | None]:
+        """As :meth:`_exchange`, a few times more when a hop that was asked too much says so, within the call's time."""
+        left_s = call.timeout_s
+        for _ in range(RATE_RETRIES):
+            try:
+                return await self._exchange(call, encode(left_s), reused)
+            except RateLimitedError as error:
+                await asyncio.sleep(max(SHORTEST_PAUSE_S, error.retry_after_s))
+                left_s = deadline - self._clock.now()
+        return await self._exchange(call, encode(left_s), reused)
+
     async def _exchange(self, call: _Call, encoded: _Encoded, reused: SimpleNamespace) -> tuple[bytes, str | None]:
         """One request and its answer; sets ``reused.connection`` if the connection had served before."""
         headers, body = encoded
+        if self._tls is not None and not call.url.startswith("https://"):
+            raise HopUnreachableError(
+                f"{call} is not dialled: this machine is in a mesh, whose nodes are at https:// addresses",
+                hop_index=call.hop_index,
+            )
         try:
             async with self._connected(call).request(
                 call.method,
@@ -180,7 +207,7 @@ class HttpTransport:
                 status = response.status
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise HopUnreachableError(
-                f"{call} cannot be reached: {error or type(error).__name__}", hop_index=call.hop_index
+                f"{call} cannot be reached: {connection_words(error)}", hop_index=call.hop_index
             ) from error
         if status != 200:
             raise _refusal(call, status, answer, boot)
@@ -193,7 +220,9 @@ class HttpTransport:
             trace = aiohttp.TraceConfig()
             trace.on_connection_reuseconn.append(_note_reuse)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE_S),
+                connector=aiohttp.TCPConnector(
+                    limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE_S, ssl=self._tls or True
+                ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=_WITHOUT,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from typing import Any
 from urllib.parse import quote
 
@@ -30,17 +31,28 @@ class TrackerClient:
         url: the tracker's, such as ``http://10.0.0.5:7400``.
         timeout_s: seconds for one call, from dialling to the last byte.
         protocols: versions of the wire protocol that routes may be of: those that the caller speaks with nodes.
+        tls: what to show and to accept (`Credentials.client_context`); None for plain HTTP.
 
     Raises:
-        InvalidInputError: if ``url`` is none.
+        InvalidInputError: if ``url`` is none, or of a tracker that speaks TLS where this machine has no ``tls`` or the
+            other way round.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 5.0, protocols: range = PROTOCOLS) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 5.0,
+        protocols: range = PROTOCOLS,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         if not url.startswith(("http://", "https://")) or not url.partition("://")[2].strip("/"):
             raise InvalidInputError(f"a tracker's address is a URL such as http://127.0.0.1:7400, not {url!r}")
+        check_scheme(url, tls)
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._protocols = protocols
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
     async def heartbeat(self, info: NodeInfo) -> float:
@@ -123,7 +135,9 @@ class TrackerClient:
                 f"the tracker at {self.url} gave no answer within {self._timeout_s:g} s; {_REMEDY}"
             ) from error
         except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
-            raise TrackerUnreachableError(f"no tracker answers at {self.url} ({_cause(error)}); {_REMEDY}") from error
+            raise TrackerUnreachableError(
+                f"no tracker answers at {self.url} ({connection_words(error)}); {_REMEDY}"
+            ) from error
         try:
             reply = json.loads(text)
         except (ValueError, RecursionError):
@@ -150,7 +164,10 @@ class TrackerClient:
         self, method: str, path: str, document: dict[str, Any] | None, params: dict[str, str] | None
     ) -> tuple[int, str]:
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s))
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=self._tls or True),
+                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            )
         async with self._session.request(
             method, self.url + path, json=document, params=params, allow_redirects=False
         ) as response:
@@ -160,8 +177,41 @@ class TrackerClient:
         return TrackerUnreachableError(f"what answers at {self.url} is no meshnet tracker: {seen}; {_REMEDY}")
 
 
-def _cause(error: Exception) -> str:
-    """The system's own words, such as "Connection refused", without the library's wrapping."""
+def check_scheme(url: str, tls: ssl.SSLContext | None) -> None:
+    """That ``url`` is one for a machine with or without an identity in a mesh.
+
+    Raises:
+        InvalidInputError: it is not; the message says what would be.
+    """
+    if url.startswith("https://") and tls is None:
+        raise InvalidInputError(
+            f"{url} is of a mesh, and this machine is in none: get a ticket with `meshnet mesh ticket` where the mesh "
+            "was made, and run `meshnet join TICKET` here"
+        )
+    if url.startswith("http://") and tls is not None:
+        raise InvalidInputError(
+            f"{url} is not encrypted, and this machine is in a mesh, whose parts are at https:// addresses; "
+            "write that, or leave the mesh aside with --insecure"
+        )
+
+
+def connection_words(error: Exception) -> str:
+    """Why a connection failed, in the system's own words, such as "Connection refused", without any wrapping."""
+    for cause in (error, getattr(error, "certificate_error", None), getattr(error, "os_error", None)):
+        if isinstance(cause, ssl.SSLCertVerificationError) and (said := getattr(cause, "verify_message", None)):
+            where = "" if cause.verify_code in _TIME_CODES else " is not of this mesh"
+            return f"its certificate{where}: {said}"
+        if isinstance(cause, ssl.SSLError) and (reason := getattr(cause, "reason", None)):
+            return f"TLS: {reason.replace('_', ' ').lower()}{_TLS_HINTS.get(reason, '')}"
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
-    return str(error)
+    return str(error) or type(error).__name__
+
+
+_TIME_CODES = {9, 10}  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED: of any mesh
+_TLS_HINTS = {
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": ", this machine shows none",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": ", this machine's has ended: join again with a new ticket",
+    "TLSV1_ALERT_UNKNOWN_CA": ", this machine is in another mesh",
+    "WRONG_VERSION_NUMBER": ", what answers there speaks no TLS",
+}

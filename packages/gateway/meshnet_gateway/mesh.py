@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -45,9 +46,12 @@ class Mesh:
         tracker: what is asked.
         clock: tells a snapshot's age.
         protocols: versions of the wire protocol that this gateway speaks with nodes; ``tracker`` has the same.
+        tls: what to show to nodes and to accept of them; None for plain HTTP.
     """
 
-    def __init__(self, tracker: Tracker, clock: Clock, *, protocols: range = PROTOCOLS) -> None:
+    def __init__(
+        self, tracker: Tracker, clock: Clock, *, protocols: range = PROTOCOLS, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._tracker = tracker
         self._clock = clock
         self._protocols = protocols
@@ -55,6 +59,7 @@ class Mesh:
         self._taken_at = 0.0
         self._tracker_answers = True
         self._asking: asyncio.Task[None] | None = None
+        self._tls = tls
         self._http: aiohttp.ClientSession | None = None
 
     async def snapshot(self) -> Snapshot:
@@ -173,7 +178,10 @@ class Mesh:
             "draining": node.draining,
         }
         if self._http is None:
-            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=NODE_TIMEOUT_S))
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=self._tls or True),
+                timeout=aiohttp.ClientTimeout(total=NODE_TIMEOUT_S),
+            )
         try:
             async with self._http.get(f"{node.url}/healthz") as response:
                 told = await response.json()

@@ -14,6 +14,7 @@ import asyncio
 import base64
 import errno
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,23 +22,30 @@ from typing import Any
 from aiohttp import web
 
 from meshnet_core import http_codec
+from meshnet_core.clock import SystemClock
 from meshnet_core.connection_log import connection_log
+from meshnet_core.doorkeeper import Doorkeeper
 from meshnet_core.errors import (
     BadFrameError,
     HopFailedError,
     InvalidInputError,
     MeshnetError,
     ModelNotFoundError,
+    RateLimitedError,
     TooLargeError,
 )
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.ids import check_id
+from meshnet_core.secure_site import owner_of_request
 from meshnet_core.transport import HopEndpoint
+from meshnet_core.turned_away import TurnedAway
 from meshnet_node.node_metrics import NodeMetrics
 
 KEEPALIVE_S = 75.0  # above the client's (`meshnet_core.http_transport`), so that it is the client that closes
 BODY_TIMEOUT_S = 30.0
 SHUTDOWN_S = 2.0  # for calls under way when the server stops; after it they are cancelled
+# Requests of one peer: far above what a gateway with a hundred answers under way makes, or a node before this one.
+RATE_PER_S, RATE_BURST = 5000.0, 20000.0
 _QUERY_NAMES = {"/hop/probe": {"session"}}
 
 log = logging.getLogger(__name__)
@@ -57,6 +65,7 @@ def create_app(
     body_timeout_s: float = BODY_TIMEOUT_S,
     metrics: NodeMetrics | None = None,
     protocols: range = PROTOCOLS,
+    doorkeeper: Doorkeeper | None = None,
 ) -> web.Application:
     """The application that answers for one node.
 
@@ -69,8 +78,12 @@ def create_app(
         body_timeout_s: seconds in which a body must have arrived.
         metrics: what is counted and told at ``/metrics``; new ones if not given.
         protocols: versions of the wire protocol that the node speaks, as it announces them.
+        doorkeeper: limits each peer, and counts who is turned away; a new one if not given.
     """
-    door = _Door(endpoint, status, text_files, max_body, body_timeout_s, metrics or NodeMetrics(status), protocols)
+    doorkeeper = doorkeeper or new_doorkeeper()
+    metrics = metrics or NodeMetrics(status)
+    metrics.registry.register(TurnedAway("meshnet_node", doorkeeper))
+    door = _Door(endpoint, status, text_files, max_body, body_timeout_s, metrics, protocols, doorkeeper)
 
     @web.middleware
     async def answer(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -87,6 +100,11 @@ def create_app(
     app.router.add_get("/healthz", door.health, allow_head=False)
     app.router.add_get("/metrics", door.exposition, allow_head=False)
     return app
+
+
+def new_doorkeeper() -> Doorkeeper:
+    """A node's, with its limits."""
+    return Doorkeeper(SystemClock(), per_s=RATE_PER_S, burst=RATE_BURST)
 
 
 def runner_for(app: web.Application) -> web.AppRunner:
@@ -130,6 +148,7 @@ class _Door:
         body_timeout_s: float,
         metrics: NodeMetrics,
         protocols: range,
+        doorkeeper: Doorkeeper,
     ) -> None:
         self._endpoint = endpoint
         self._status = status
@@ -138,21 +157,26 @@ class _Door:
         self._body_timeout_s = body_timeout_s
         self._metrics = metrics
         self._protocols = protocols
+        self._doorkeeper = doorkeeper
 
     async def guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """``handler``'s answer, counted; whatever it raises becomes an error document."""
         began = time.perf_counter()
         result = "cancelled"
         try:
+            self._doorkeeper.admit(owner_of_request(request), request.remote or "?")
             _check_query(request)
             response = await handler(request)
         except MeshnetError as error:
             result = error.code
-            return _error_response(error, error.http_status)
+            refusal = _error_response(error, error.http_status)
+            if isinstance(error, RateLimitedError):
+                refusal.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+            return refusal
         except web.HTTPException as error:
-            refusal = _routing_refusal(request, error)
-            result = refusal.code
-            return _error_response(refusal, error.status)
+            no_route = _routing_refusal(request, error)
+            result = no_route.code
+            return _error_response(no_route, error.status)
         except Exception as error:
             log.exception("%s %s failed", request.method, request.path)
             failed = HopFailedError(f"{type(error).__name__} in {request.path}; the node's log has the traceback")

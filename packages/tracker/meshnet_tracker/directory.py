@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from meshnet_core.errors import DirectoryFullError, InvalidInputError, UnknownNodeError
+from meshnet_core.errors import DirectoryFullError, ForbiddenError, InvalidInputError, UnknownNodeError
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
@@ -92,6 +92,7 @@ DirectoryEvent = Joined | Restarted | DrainChanged | Left | Expired
 class _Lease:
     node: NodeInfo
     heard_at: float
+    owner: str | None = None  # of the certificate that leased it, where there are certificates
     routed: int = 0  # routes through the node since then, which its own count of sessions cannot show yet
     replaced: deque[str] = field(default_factory=lambda: deque(maxlen=_REPLACED_KEPT))  # boot ids
 
@@ -126,8 +127,12 @@ class Directory:
         """Have ``listener`` told of every change from now on, beside ``on_event``."""
         self._listeners.append(listener)
 
-    def announce(self, node: NodeInfo) -> float:
+    def announce(self, node: NodeInfo, owner: str | None = None) -> float:
         """Enter a node or renew its lease; what it tells replaces all that it told before.
+
+        Args:
+            node: as it is now.
+            owner: id of the machine that says so (`certificates.owner_of`); None in a mesh without certificates.
 
         Returns:
             The lease, in seconds.
@@ -135,6 +140,7 @@ class Directory:
         Raises:
             InvalidInputError: this start of the node was replaced by another one under the same id.
             DirectoryFullError: a new node, and there is no place for it.
+            ForbiddenError: the id is leased by another machine.
         """
         self.expire()
         now = self._clock.now()
@@ -144,9 +150,10 @@ class Directory:
                 raise DirectoryFullError(
                     f"this tracker holds {self._max_nodes} nodes, as many as it may; stop one, or start another tracker"
                 )
-            self._leases[node.node_id] = _Lease(node, now)
+            self._leases[node.node_id] = _Lease(node, now, owner)
             self._tell(Joined(node))
             return self.lease_s
+        _check_owner(lease, owner)
         before = lease.node
         if node.boot in lease.replaced:
             raise InvalidInputError(
@@ -162,17 +169,19 @@ class Directory:
             self._tell(DrainChanged(node))
         return self.lease_s
 
-    def leave(self, node_id: str, boot: str | None = None) -> None:
+    def leave(self, node_id: str, boot: str | None = None, owner: str | None = None) -> None:
         """Take a node out; with ``boot`` only that start of it, so that a late goodbye cannot remove its successor.
 
         Raises:
             UnknownNodeError: no such node, or another start of it, holds the place.
+            ForbiddenError: the id is leased by another machine than ``owner``.
         """
         self.expire()
         lease = self._leases.get(node_id)
         if lease is None or boot not in (None, lease.node.boot):
             start = f" with boot id {boot}" if lease is not None else ""
             raise UnknownNodeError(f"no node {node_id}{start} is registered here, so none can leave")
+        _check_owner(lease, owner)
         del self._leases[node_id]
         self._tell(Left(lease.node))
 
@@ -216,3 +225,11 @@ class Directory:
     def _tell(self, event: DirectoryEvent) -> None:
         for listener in self._listeners:
             listener(event)
+
+
+def _check_owner(lease: _Lease, owner: str | None) -> None:
+    if lease.owner != owner:
+        raise ForbiddenError(
+            f"node {lease.node.node_id} was registered by another machine, at {lease.node.url}; "
+            "give this one another --name, or stop that one and wait for the end of its lease"
+        )

@@ -9,16 +9,28 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from meshnet_core import __version__
-from meshnet_core.errors import InvalidInputError, MeshnetError, TooLargeError
+from meshnet_core.clock import SystemClock
+from meshnet_core.doorkeeper import Doorkeeper
+from meshnet_core.errors import (
+    ForbiddenError,
+    InvalidInputError,
+    MeshnetError,
+    RateLimitedError,
+    TooLargeError,
+    UnauthorizedError,
+)
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.ids import check_id
 from meshnet_core.membership import NodeInfo
+from meshnet_core.secure_site import owner_of_request
+from meshnet_core.turned_away import TurnedAway
 from meshnet_core.wire_fields import items, text, whole
 from meshnet_tracker.directory import Directory, DirectoryEvent, Expired
 
@@ -28,6 +40,11 @@ if TYPE_CHECKING:
 MAX_BODY = 512 * 1024  # bytes: an announcement of as many shards as a node may have
 MAX_PROTOCOLS = 16  # versions in one request for a route: each is planned for
 MAX_EXCLUDED = 1000  # nodes in one request for a route
+# Requests of one peer. A node makes one each few seconds, a gateway two for each answer; all of one machine, or behind
+# one address where there are no certificates, count together.
+RATE_PER_S, RATE_BURST = 500.0, 2000.0
+
+OPEN_PATHS: frozenset[str] = frozenset()  # what needs no certificate
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +52,9 @@ logger = logging.getLogger(__name__)
 class TrackerMetrics:
     """What the tracker counts, in a registry of its own so that several trackers can live in one process."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, doorkeeper: Doorkeeper) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(TurnedAway("meshnet_tracker", doorkeeper))
         nodes = Gauge("meshnet_tracker_nodes", "Nodes with a running lease.", registry=self.registry)
         nodes.set_function(lambda: len(directory.snapshot().nodes))
         self.leases_expired = Counter(
@@ -53,11 +71,22 @@ class TrackerMetrics:
             self.leases_expired.inc()
 
 
-def create_app(directory: Directory) -> web.Application:
-    """The application; it logs the directory's events, and sweeps out dead nodes while it runs."""
-    metrics = TrackerMetrics(directory)
+def new_doorkeeper() -> Doorkeeper:
+    """A tracker's, with its limits."""
+    return Doorkeeper(SystemClock(), per_s=RATE_PER_S, burst=RATE_BURST)
+
+
+def create_app(directory: Directory, doorkeeper: Doorkeeper | None = None) -> web.Application:
+    """The application; it logs the directory's events, and sweeps out dead nodes while it runs.
+
+    Args:
+        directory: of the nodes.
+        doorkeeper: limits each peer, and counts who is turned away; a new one if not given.
+    """
+    doorkeeper = doorkeeper or new_doorkeeper()
+    metrics = TrackerMetrics(directory, doorkeeper)
     directory.subscribe(lambda event: logger.info("%s", event))
-    app = web.Application(middlewares=[_refusals_as_json(metrics)], client_max_size=MAX_BODY)
+    app = web.Application(middlewares=[_refusals_as_json(metrics), _known(doorkeeper)], client_max_size=MAX_BODY)
     app.cleanup_ctx.append(_sweeper(directory))
 
     async def announce(request: web.Request) -> web.Response:
@@ -66,11 +95,13 @@ def create_app(directory: Directory) -> web.Application:
         node = NodeInfo.from_wire(await _json(request))
         if node.node_id != node_id:
             raise InvalidInputError(f"the path names node {node_id}, but its announcement node {node.node_id}")
-        return web.json_response({"lease_s": directory.announce(node)})
+        if request.secure and not node.url.startswith("https://"):
+            raise InvalidInputError(f"node {node_id} is at {node.url}; nodes of this mesh are at https:// addresses")
+        return web.json_response({"lease_s": directory.announce(node, owner_of_request(request))})
 
     async def leave(request: web.Request) -> web.Response:
         boot = _query(request, "boot").get("boot")
-        directory.leave(check_id(request.match_info["node_id"], "node id"), boot)
+        directory.leave(check_id(request.match_info["node_id"], "node id"), boot, owner_of_request(request))
         return web.json_response({})
 
     async def snapshot(request: web.Request) -> web.Response:
@@ -106,6 +137,29 @@ def create_app(directory: Directory) -> web.Application:
     return app
 
 
+def _known(doorkeeper: Doorkeeper) -> Any:
+    """Lets in who shows a certificate, where connections have them, and nobody too often."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Any) -> web.StreamResponse:
+        address, owner = request.remote or "?", owner_of_request(request)
+        doorkeeper.admit(owner, address)
+        if request.secure and owner is None and request.path not in OPEN_PATHS:
+            doorkeeper.turn_away("no_certificate", address)
+            raise UnauthorizedError(
+                "this tracker answers machines of its mesh alone: get a ticket with `meshnet mesh ticket` where the "
+                "mesh was made, and run `meshnet join TICKET`"
+            )
+        try:
+            response: web.StreamResponse = await handler(request)
+        except ForbiddenError as error:
+            doorkeeper.turn_away("not_its_own", address, error.message)
+            raise
+        return response
+
+    return middleware
+
+
 def _sweeper(directory: Directory) -> Any:
     """Notices dead nodes, and says so in the log, even while nobody asks."""
 
@@ -132,7 +186,8 @@ def _refusals_as_json(metrics: TrackerMetrics) -> Any:
         try:
             response: web.StreamResponse = await handler(request)
         except MeshnetError as error:
-            return refuse(error, error.http_status)
+            again = math.ceil(error.retry_after_s) if isinstance(error, RateLimitedError) else None
+            return refuse(error, error.http_status, {"Retry-After": str(again)} if again is not None else None)
         except web.HTTPRequestEntityTooLarge:
             too_large = TooLargeError(f"the body is larger than the {MAX_BODY} bytes that this tracker reads")
             return refuse(too_large, too_large.http_status)
@@ -140,15 +195,16 @@ def _refusals_as_json(metrics: TrackerMetrics) -> Any:
             reason = InvalidInputError(
                 f"{request.method} {request.path[:200]}: {error.reason}; see docs/tracker-api.md"
             )
-            return refuse(reason, error.status, error.headers.get("Allow"))
+            allow = error.headers.get("Allow")
+            return refuse(reason, error.status, {"Allow": allow} if allow else None)
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
             return refuse(MeshnetError("the tracker failed; its log says why"), MeshnetError.http_status)
         return response
 
-    def refuse(error: MeshnetError, status: int, allow: str | None = None) -> web.Response:
+    def refuse(error: MeshnetError, status: int, headers: dict[str, str] | None = None) -> web.Response:
         metrics.refusals.labels(error.code).inc()
-        return web.json_response(error.to_wire(), status=status, headers={"Allow": allow} if allow else None)
+        return web.json_response(error.to_wire(), status=status, headers=headers)
 
     return middleware
 

@@ -1,0 +1,69 @@
+"""`meshnet mesh`: the authority that lets machines into a mesh, and what this machine has of one."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import Annotated
+
+import typer
+
+from meshnet_cli import options, trust
+from meshnet_cli.complaint import CommandFailedError
+from meshnet_core.ids import check_id
+
+app = typer.Typer(help="Make a mesh, let machines in, and show what this machine has of one.", no_args_is_help=True)
+MachineName = Annotated[
+    str | None, typer.Option("--machine", metavar="NAME", help="This machine's name.", show_default="its host name")
+]
+
+
+@app.command()
+def create(
+    name: Annotated[str, typer.Option("--name", help="The mesh's name, for people.")] = "home",
+    machine: MachineName = None,
+    mesh: options.MeshPath = None,
+) -> None:
+    """Make a mesh: its authority, and this machine as the first in it."""
+    from meshnet_core.mesh_folder import MeshFolder, default_path
+
+    folder = MeshFolder(mesh or default_path())
+    folder.create(check_id(name, "--name"), machine_name(machine))
+    typer.echo(
+        f"made mesh {name} in {folder.path}\n"
+        f"keep {folder.authority_key_path} to yourself: whoever has it can let machines in\n"
+        "next: meshnet tracker --host 0.0.0.0, and meshnet mesh ticket for each machine that is to join"
+    )
+
+
+@app.command()
+def show(mesh: options.MeshPath = None) -> None:
+    """Show which mesh this machine is in, as whom, until when, and where its trackers are."""
+    from meshnet_core import certificates
+
+    identity = trust.identity_in(mesh)
+    if identity is None:
+        raise CommandFailedError(
+            "this machine is in no mesh; make one with `meshnet mesh create`, or join one with `meshnet join TICKET`"
+        )
+    folder = identity.folder
+    certificate = folder.certificate_path.read_bytes()
+    lines = {
+        "mesh": certificates.common_name(folder.authority_path.read_bytes()),
+        "pin": folder.pin(),
+        "machine": certificates.common_name(certificate),
+        "machine id": certificates.owner_of_pem(certificate),
+        "until": f"{certificates.expires_at(certificate):%Y-%m-%d}, renewed before by itself",
+        "lets machines in": "yes" if folder.authority_key_path.exists() else "no",
+        "trackers": ", ".join(folder.trackers()) or "none known",
+        "folder": str(folder.path),
+    }
+    for key, value in lines.items():
+        typer.echo(f"{key + ':':<17} {value}")
+
+
+def machine_name(given: str | None) -> str:
+    """The name given, or one made of the host's."""
+    if given is not None:
+        return check_id(given, "--machine")
+    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0])[:64] or "machine"

@@ -1,0 +1,413 @@
+"""Who gets through a node's and a tracker's door in a mesh: its machines, and nothing else. Over real sockets.
+
+Without a certificate, with another mesh's, with an ended one, with bytes altered or sent a second time: refused before
+a frame is seen, told in the log with the address, counted by reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from announcements import node as announcement
+from golden_frames import DECODE, PREFILL, SESSION
+from mesh_identities import machine_of, new_mesh, secured
+from meshnet_core.clock import ManualClock, SystemClock
+from meshnet_core.credentials import Credentials
+from meshnet_core.doorkeeper import Doorkeeper
+from meshnet_core.errors import (
+    ForbiddenError,
+    HopUnreachableError,
+    InvalidInputError,
+    RateLimitedError,
+    TrackerUnreachableError,
+    UnauthorizedError,
+    UnknownNodeError,
+)
+from meshnet_core.frames import Frame, FrameReply
+from meshnet_core.http_transport import HttpTransport
+from meshnet_core.mesh_folder import MeshFolder
+from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.tracker_client import TrackerClient
+from meshnet_node import torch_server
+from meshnet_tracker.directory import Directory
+from meshnet_tracker.server import create_app
+from tcp_relay import tcp_relay
+
+BOOT = "b-0123456789abcdef"
+
+
+@dataclass
+class Endpoint:
+    """Answers every frame, and remembers what reached it."""
+
+    seen: list[object] = field(default_factory=list)
+
+    async def open(self, document: OpenDocument) -> OpenReply:
+        self.seen.append(document)
+        return OpenReply(BOOT, 0)
+
+    async def forward(self, frame: Frame) -> FrameReply:
+        self.seen.append(frame)
+        return PREFILL.reply
+
+    async def release(self, session: str, through_epoch: int | None = None) -> int:
+        self.seen.append(session)
+        return 1
+
+    async def probe(self, session: str | None) -> ProbeReply:
+        self.seen.append(session)
+        return ProbeReply(BOOT, None, 0)
+
+
+@dataclass
+class Node:
+    endpoint: Endpoint
+    doorkeeper: Doorkeeper
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+    def turned_away(self) -> dict[str, int]:
+        return {reason: count for reason, count in self.doorkeeper.turned_away.items() if count}
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> MeshFolder:
+    return new_mesh(tmp_path_factory.mktemp("mesh"))
+
+
+@pytest.fixture(scope="module")
+def machine(mesh: MeshFolder, tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    return machine_of(mesh, tmp_path_factory.mktemp("machine")).credentials()
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    """Of another mesh with the same name."""
+    return new_mesh(tmp_path_factory.mktemp("stranger")).credentials()
+
+
+@pytest.fixture
+async def node(mesh: MeshFolder) -> AsyncIterator[Node]:
+    endpoint, doorkeeper = Endpoint(), torch_server.new_doorkeeper()
+    app = torch_server.create_app(
+        endpoint, boot=BOOT, status=dict, text_files={}.get, max_body=65536, doorkeeper=doorkeeper
+    )
+    async with secured(app, mesh.credentials(), doorkeeper) as port:
+        yield Node(endpoint, doorkeeper, port)
+
+
+@contextlib.asynccontextmanager
+async def calling(tls: ssl.SSLContext | None) -> AsyncIterator[HttpTransport]:
+    transport = HttpTransport(tls=tls)
+    try:
+        yield transport
+    finally:
+        await transport.close()
+
+
+async def counted(node: Node, reason: str, count: int = 1) -> None:
+    """Wait until ``reason`` was counted: the two ends of a handshake learn of its failure at different moments."""
+    async with asyncio.timeout(20):
+        while node.doorkeeper.turned_away[reason] < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def without_certificate(mesh: MeshFolder) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(mesh.authority_path)
+    return context
+
+
+def believing_all(credentials: Credentials) -> ssl.SSLContext:
+    """Shows what ``credentials`` show, and accepts whatever answers."""
+    context = credentials.client_context()
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+async def test_machines_of_one_mesh_reach_each_other(node: Node, machine: Credentials) -> None:
+    async with calling(machine.client_context()) as transport:
+        assert (await transport.forward(node.url, PREFILL.frame)).boot == BOOT
+        assert await transport.release(node.url, SESSION) == 1
+    assert node.endpoint.seen == [PREFILL.frame, SESSION]
+    assert node.turned_away() == {}
+
+
+async def refused(node: Node, tls: ssl.SSLContext | None, url: str | None = None) -> None:
+    """No call of ``tls`` does anything at the node: no frame, no probe, no release."""
+    async with calling(tls) as transport:
+        for call in (
+            transport.forward(url or node.url, PREFILL.frame),
+            transport.probe(url or node.url, SESSION),
+            transport.release(url or node.url, SESSION),
+        ):
+            with pytest.raises(HopUnreachableError):
+                await call
+    assert node.endpoint.seen == []
+
+
+async def test_without_a_certificate(node: Node, mesh: MeshFolder, caplog: pytest.LogCaptureFixture) -> None:
+    await refused(node, without_certificate(mesh))
+    await counted(node, "no_certificate", 3)
+    assert "turned 127.0.0.1 away (no_certificate)" in caplog.text
+
+
+async def test_with_another_meshs_certificate(
+    node: Node, stranger: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    await refused(node, believing_all(stranger))
+    await counted(node, "other_mesh", 3)
+    assert "turned 127.0.0.1 away (other_mesh)" in caplog.text
+
+
+async def test_with_an_ended_certificate(
+    node: Node, mesh: MeshFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = machine_of(mesh, tmp_path, ended=timedelta(hours=2))
+    await refused(node, ended.credentials().client_context())
+    await counted(node, "expired", 3)
+    assert "turned 127.0.0.1 away (expired)" in caplog.text
+
+
+async def test_a_node_of_another_mesh_is_not_called(
+    node: Node, stranger: Credentials, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh = machine_of(new_mesh(tmp_path / "mesh"), tmp_path / "machine").credentials()
+    async with calling(fresh.client_context()) as transport:
+        with pytest.raises(HopUnreachableError, match="its certificate is not of this mesh"):
+            await transport.forward(node.url, PREFILL.frame)
+    assert node.endpoint.seen == []
+    await counted(node, "broken_off")  # asyncio's TLS sends no alert; another library's would count as refused_us
+
+
+async def test_plain_http_at_a_nodes_port(node: Node) -> None:
+    await refused(node, None, f"http://127.0.0.1:{node.port}")
+    await counted(node, "not_tls")
+
+
+async def test_an_older_tls(node: Node, machine: Credentials, tmp_path: Path, mesh: MeshFolder) -> None:
+    context = machine_of(mesh, tmp_path).credentials().client_context()
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    await refused(node, context)
+    await counted(node, "old_tls", 3)
+
+
+async def test_a_connection_that_breaks_off_or_says_nothing_to_the_point(node: Node) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", node.port)
+    writer.close()
+    await counted(node, "broken_off")
+
+
+async def test_a_node_at_a_plain_address_is_not_called_from_within_a_mesh(machine: Credentials) -> None:
+    async with calling(machine.client_context()) as transport:
+        with pytest.raises(HopUnreachableError, match="https:// addresses"):
+            await transport.forward("http://127.0.0.1:1", PREFILL.frame)
+
+
+async def test_a_frame_altered_on_its_way_is_never_seen(
+    node: Node, machine: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with tcp_relay(node.port) as relay, calling(machine.client_context()) as transport:
+        url = relay.url.replace("http:", "https:")
+        await transport.probe(url, SESSION)  # the connection stands
+        assert node.endpoint.seen == [SESSION]
+        relay.alter = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+        with pytest.raises(HopUnreachableError):
+            await transport.forward(url, PREFILL.frame)
+        await counted(node, "altered")
+    assert node.endpoint.seen == [SESSION]
+    assert "turned 127.0.0.1 away (altered)" in caplog.text
+
+
+async def test_a_recorded_connection_sent_again_is_never_seen(
+    node: Node, machine: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with tcp_relay(node.port) as relay, calling(machine.client_context()) as transport:
+        url = relay.url.replace("http:", "https:")
+        await transport.forward(url, PREFILL.frame)
+        await transport.forward(url, DECODE.frame)
+        assert relay.connections == 1
+    seen = list(node.endpoint.seen)
+    assert len(seen) == 2
+    reader, writer = await asyncio.open_connection("127.0.0.1", node.port)
+    writer.write(relay.sent)
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(65536):
+            pass
+    writer.close()
+    await counted(node, "altered")
+    assert node.endpoint.seen == seen
+    assert "turned 127.0.0.1 away (altered)" in caplog.text
+
+
+async def test_who_floods_a_node_with_silent_connections_keeps_nobody_out(node: Node, machine: Credentials) -> None:
+    silent = [await asyncio.open_connection("127.0.0.1", node.port) for _ in range(70)]
+    await counted(node, "too_many", 6)
+    for _, writer in silent:
+        writer.close()
+    await counted(node, "broken_off", 64)
+    async with calling(machine.client_context()) as transport:
+        await transport.forward(node.url, PREFILL.frame)
+
+
+async def test_what_was_turned_away_is_in_the_metrics(node: Node, mesh: MeshFolder, machine: Credentials) -> None:
+    await refused(node, without_certificate(mesh))
+    await counted(node, "no_certificate", 3)
+    connector = aiohttp.TCPConnector(ssl=machine.client_context())
+    async with aiohttp.ClientSession(connector=connector) as session, session.get(f"{node.url}/metrics") as response:
+        text = await response.text()
+    count = node.doorkeeper.turned_away["no_certificate"]
+    assert f'meshnet_node_turned_away_total{{reason="no_certificate"}} {count:.1f}' in text
+    assert 'meshnet_node_turned_away_total{reason="altered"} 0.0' in text
+
+
+async def test_a_renewed_certificate_is_used_from_the_next_connection_on(mesh: MeshFolder, tmp_path: Path) -> None:
+    folder = machine_of(mesh, tmp_path / "a", ended=timedelta(days=1))
+    credentials, context = folder.credentials(), without_certificate(mesh)
+    doorkeeper = torch_server.new_doorkeeper()
+    app = torch_server.create_app(Endpoint(), boot=BOOT, status=dict, text_files={}.get, max_body=1)
+    async with secured(app, credentials, doorkeeper, optional_client=True) as port:
+        with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+            await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        renewed = machine_of(mesh, tmp_path / "b")
+        folder.key_path.write_bytes(renewed.key_path.read_bytes())
+        folder.renew(renewed.certificate_path.read_bytes())
+        credentials.reload()
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.close()
+
+
+# -- the tracker -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tracker:
+    doorkeeper: Doorkeeper
+    url: str
+
+
+@pytest.fixture
+async def tracker(mesh: MeshFolder) -> AsyncIterator[Tracker]:
+    doorkeeper = Doorkeeper(SystemClock(), per_s=1000, burst=1000)
+    app = create_app(Directory(SystemClock()), doorkeeper)
+    async with secured(app, mesh.credentials(), doorkeeper, optional_client=True) as port:
+        yield Tracker(doorkeeper, f"https://127.0.0.1:{port}")
+
+
+@contextlib.asynccontextmanager
+async def client_of(tracker: Tracker, tls: ssl.SSLContext) -> AsyncIterator[TrackerClient]:
+    client = TrackerClient(tracker.url, tls=tls)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def test_a_tracker_answers_machines_of_its_mesh_alone(
+    tracker: Tracker, mesh: MeshFolder, machine: Credentials, stranger: Credentials, tmp_path: Path
+) -> None:
+    info = announcement("a", "0-29", url="https://10.0.0.7:7410")
+    async with client_of(tracker, machine.client_context()) as client:
+        await client.heartbeat(info)
+        assert [node.node_id for node in (await client.snapshot()).nodes] == ["a"]
+    async with client_of(tracker, without_certificate(mesh)) as client:
+        for call in (client.snapshot(), client.heartbeat(info), client.leave("a"), client.route("m")):
+            with pytest.raises(UnauthorizedError, match="meshnet join TICKET"):
+                await call
+    ended = machine_of(mesh, tmp_path, ended=timedelta(hours=2)).credentials()
+    for tls in (believing_all(stranger), ended.client_context()):
+        async with client_of(tracker, tls) as client:
+            with pytest.raises(TrackerUnreachableError):
+                await client.snapshot()
+    async with client_of(tracker, machine.client_context()) as client:
+        assert [node.node_id for node in (await client.snapshot()).nodes] == ["a"]
+    counts = tracker.doorkeeper.turned_away
+    assert counts["no_certificate"] == 4
+    assert counts["other_mesh"] >= 1
+    assert counts["expired"] >= 1
+
+
+async def test_a_node_belongs_to_the_machine_that_registered_it(
+    tracker: Tracker, mesh: MeshFolder, machine: Credentials, tmp_path: Path
+) -> None:
+    info = announcement("a", "0-29", url="https://10.0.0.7:7410")
+    taken_over = announcement("a", "0-29", url="https://10.0.0.66:7410", boot="b-other")
+    other = machine_of(mesh, tmp_path).credentials()
+    async with (
+        client_of(tracker, machine.client_context()) as client,
+        client_of(tracker, other.client_context()) as rival,
+    ):
+        await client.heartbeat(info)
+        with pytest.raises(ForbiddenError, match="another machine"):
+            await rival.heartbeat(taken_over)
+        with pytest.raises(ForbiddenError):
+            await rival.leave("a")
+        assert [node.url for node in (await client.snapshot()).nodes] == [info.url]
+        await client.leave("a")
+        await rival.heartbeat(taken_over)
+        with pytest.raises(UnknownNodeError):
+            await client.leave("never-there")
+    assert tracker.doorkeeper.turned_away["not_its_own"] == 2
+
+
+async def test_a_node_at_a_plain_address_is_not_registered(tracker: Tracker, machine: Credentials) -> None:
+    async with client_of(tracker, machine.client_context()) as client:
+        with pytest.raises(InvalidInputError, match="https:// addresses"):
+            await client.heartbeat(announcement("a", "0-29", url="http://10.0.0.7:7410"))
+
+
+async def test_one_machine_may_not_ask_too_much_of_a_tracker(mesh: MeshFolder, machine: Credentials) -> None:
+    clock = ManualClock()
+    doorkeeper = Doorkeeper(clock, per_s=0.1, burst=2)
+    app = create_app(Directory(SystemClock()), doorkeeper)
+    async with secured(app, mesh.credentials(), doorkeeper, optional_client=True) as port:
+        tracker = Tracker(doorkeeper, f"https://127.0.0.1:{port}")
+        async with (
+            client_of(tracker, machine.client_context()) as client,
+            client_of(tracker, mesh.credentials().client_context()) as other,
+        ):
+            await client.snapshot()
+            await client.snapshot()
+            with pytest.raises(RateLimitedError) as caught:
+                await client.snapshot()
+            assert caught.value.retry_after_s == pytest.approx(10)
+            await other.snapshot()
+            clock.advance(10)
+            await client.snapshot()
+        connector = aiohttp.TCPConnector(ssl=machine.client_context())
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.get(f"{tracker.url}/healthz") as response,
+        ):
+            assert (response.status, response.headers["Retry-After"]) == (429, "10")
+    assert doorkeeper.turned_away["rate"] == 2
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.5:7400", "https://10.0.0.5:7400"])
+def test_an_address_that_does_not_fit_the_identity_is_told(url: str, machine: Credentials) -> None:
+    tls = machine.client_context() if url.startswith("http:") else None
+    with pytest.raises(InvalidInputError, match=r"--insecure|meshnet join TICKET"):
+        TrackerClient(url, tls=tls)
+
+
+@pytest.fixture(autouse=True)
+def _log_all(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.WARNING, "meshnet_core"):
+        yield
