@@ -32,6 +32,7 @@ from meshnet_core.http_transport import HttpTransport
 from meshnet_core.ids import mint_session_id
 from meshnet_core.membership import NodeInfo
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
 from meshnet_core.tracker_client import TrackerClient
@@ -154,8 +155,8 @@ class Tap:
         self.bodies.append((frame.position, bytes(frame.body)))
         return await self._transport.forward(self._url, frame)
 
-    async def release(self, session: str, through_epoch: int | None = None) -> int:
-        return await self._transport.release(self._url, session, through_epoch)
+    async def release(self, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()) -> int:
+        return await self._transport.release(self._url, session, through_epoch, keep)
 
     async def probe(self, session: str | None) -> ProbeReply:
         return await self._transport.probe(self._url, session)

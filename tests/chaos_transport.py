@@ -18,6 +18,7 @@ from meshnet_core import http_codec
 from meshnet_core.errors import HopUnreachableError, MeshnetError
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.open_document import OpenDocument, OpenReply
+from meshnet_core.prefix import Mark
 from meshnet_core.transport import InProcessTransport
 
 Reply = TypeVar("Reply")
@@ -64,12 +65,14 @@ class ChaosTransport(RecordingTransport):
             return http_codec.decode_reply(document[: self._random.randrange(len(document))], FrameReply.from_wire)
         return reply
 
-    async def release(self, url: str, session: str, through_epoch: int | None = None) -> int:
+    async def release(
+        self, url: str, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()
+    ) -> int:
         if self._lost_releases[url, session] < LOST_IN_A_ROW and self._happens("lost", self._chaos.lost):
             self._lost_releases[url, session] += 1
             raise HopUnreachableError(f"a release was lost on its way to {url}")
         await self._delay()
-        return await super().release(url, session, through_epoch)
+        return await super().release(url, session, through_epoch, keep)
 
     async def settle(self) -> None:
         """Wait until nothing is on its way any more."""

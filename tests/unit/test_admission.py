@@ -19,6 +19,7 @@ from meshnet_core.errors import LayersUnavailableError, MissReason
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
@@ -325,7 +326,7 @@ class OneSlot:
             await asyncio.sleep(self.delay())
         return FrameReply(frame.position + frame.seq_len, (SampledToken(7),))
 
-    async def release(self, session: str, through_epoch: int | None = None) -> int:
+    async def release(self, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()) -> int:
         await asyncio.sleep(self.delay())
         return self.store.release(session, through_epoch)
 
@@ -352,8 +353,10 @@ class TwoSlots:
     async def forward(self, url: str, frame: Frame) -> FrameReply:
         return await self.nodes[url].forward(frame)
 
-    async def release(self, url: str, session: str, through_epoch: int | None = None) -> int:
-        return await self.nodes[url].release(session, through_epoch)
+    async def release(
+        self, url: str, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()
+    ) -> int:
+        return await self.nodes[url].release(session, through_epoch, keep)
 
     async def probe(self, url: str, session: str | None) -> ProbeReply:
         return await self.nodes[url].probe(session)

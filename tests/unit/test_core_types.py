@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from meshnet_core.frames import FrameReply, HopTiming
 from meshnet_core.ids import check_id, mint_boot_id, mint_session_id
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.prefix import PrefixTerms, marks_of
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import MAX_TOP_LOGPROBS, SampledToken, SamplingParams
 
@@ -245,6 +247,7 @@ OPEN = OpenDocument(
     expected_length=100,
     step_deadline_ms=30_000,
     history=(1, 2, 3, 4, 5),
+    prefix=PrefixTerms("k-1", marks_of((1, 2, 3, 4, 5), (2, 4, 5)), keep_at=(2, 5)),
 )
 
 
@@ -262,7 +265,13 @@ def test_each_hop_is_told_who_comes_next_and_the_tail_alone_the_tokens() -> None
     assert (tail.hop, tail.next_hop, tail.history) == (HOPS[1], None, OPEN.history)
 
 
-@pytest.mark.parametrize("name", OpenDocument.__dataclass_fields__)
+def test_a_document_of_a_session_without_prefixes_says_nothing_of_them() -> None:
+    document = replace(OPEN, prefix=None).to_wire()
+    assert "prefix" not in document
+    assert OpenDocument.from_wire(over_the_wire(document)).prefix is None
+
+
+@pytest.mark.parametrize("name", [name for name in OpenDocument.__dataclass_fields__ if name != "prefix"])
 def test_every_field_of_an_open_document_must_be_there(name: str) -> None:
     document = changed()
     del document[name]
@@ -286,6 +295,26 @@ def test_every_field_of_an_open_document_must_be_there(name: str) -> None:
         ("expected_length", [4, -1, 1e3]),
         ("step_deadline_ms", [0, -5, 1.5]),
         ("history", [None, "1234", [1, "2"], [1.0], [True], {"0": 1}, [[1]]]),
+        (
+            "prefix",
+            [
+                None,
+                [],
+                {},
+                {"scope": "a", "marks": []},
+                {"scope": "a", "marks": [], "keep_at": [], "more": 1},
+                {"scope": "a b", "marks": [], "keep_at": []},
+                {"scope": "a", "marks": [[1, "f" * 31]], "keep_at": []},
+                {"scope": "a", "marks": [[1, "G" * 32]], "keep_at": []},
+                {"scope": "a", "marks": [[0, "f" * 32]], "keep_at": []},
+                {"scope": "a", "marks": [[2, "f" * 32], [2, "e" * 32]], "keep_at": []},
+                {"scope": "a", "marks": [[True, "f" * 32]], "keep_at": []},
+                {"scope": "a", "marks": [[1, "f" * 32, 3]], "keep_at": []},
+                {"scope": "a", "marks": [[6, "f" * 32]], "keep_at": []},  # beyond what is prefilled
+                {"scope": "a", "marks": [[3, "f" * 32]], "keep_at": [2]},
+                {"scope": "a", "marks": [[3, "f" * 32]], "keep_at": [3.0]},
+            ],
+        ),
     ],
 )
 def test_each_field_of_an_open_document_is_checked(name: str, wrong: list[object]) -> None:
@@ -328,7 +357,15 @@ def test_who_answered_is_no_part_of_the_answer() -> None:
     assert "boot" not in FrameReply(3, boot="b-1").to_wire()
 
 
-@pytest.mark.parametrize("reply", [OpenReply("b-1", 5), ProbeReply("b-1", None, 0), ProbeReply("b-1", 7, 3)])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        OpenReply("b-1", 5),
+        OpenReply("b-1", 5, (2, 4), snapshots=True),
+        ProbeReply("b-1", None, 0),
+        ProbeReply("b-1", 7, 3),
+    ],
+)
 def test_small_replies_come_back_as_they_went(reply: OpenReply | ProbeReply) -> None:
     assert type(reply).from_wire(over_the_wire(reply.to_wire())) == reply
 

@@ -34,6 +34,7 @@ from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.http_transport import HttpTransport
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
 from meshnet_core.transport import HopTransport
@@ -92,7 +93,7 @@ class FakeEndpoint:
         self.finished.set()
         return self.reply
 
-    async def release(self, session: str, through_epoch: int | None = None) -> int:
+    async def release(self, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()) -> int:
         self._fail()
         self.released.append((session, through_epoch))
         return self.held.pop(session, 0)
@@ -498,7 +499,7 @@ GARBAGE: dict[str, tuple[bytes, int, str]] = {
     "a header twice": (TWICE, 400, "X-Meshnet-Epoch is there more than once"),
     "a header unknown": (frame_post(X_Meshnet_Shape="1,5"), 400, "unknown header 'x-meshnet-shape'"),
     "a position below zero": (frame_post(Position="-1"), 400, "X-Meshnet-Position must be a whole number"),
-    "a phase unknown": (frame_post(Phase="guess"), 400, "must be one of prefill, decode, verify"),
+    "a phase unknown": (frame_post(Phase="guess"), 400, "must be one of prefill, decode, resume, verify"),
     "bytes in a header": (frame_post(Session="\xff\xfe"), 400, "X-Meshnet-Session must be 1 to 64"),
     "a query on a frame": (frame_post().replace(b"/forward ", b"/forward?cache=on "), 400, "'cache'"),
     "no JSON at open": (json_post("/hop/open", b"\x00\x01"), 400, "must be JSON"),

@@ -14,6 +14,7 @@ from meshnet_core.errors import BadFrameError, HopFailedError, InvalidInputError
 from meshnet_core.frames import FrameReply
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.open_document import OpenDocument, OpenReply
+from meshnet_core.prefix import Mark, marks_of
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
 
@@ -94,7 +95,7 @@ def test_a_number_is_a_plain_whole_number_below_two_to_the_31(name: str, value: 
         ({"session": ""}, "X-Meshnet-Session must be 1 to 64 characters"),
         ({"session": "s" * 65}, "X-Meshnet-Session must be 1 to 64 characters"),
         ({"session": "../etc"}, "X-Meshnet-Session must be 1 to 64 characters"),
-        ({"phase": "Prefill"}, "X-Meshnet-Phase must be one of prefill, decode, verify, not 'Prefill'"),
+        ({"phase": "Prefill"}, "X-Meshnet-Phase must be one of prefill, decode, resume, verify, not 'Prefill'"),
         ({"cache": "true"}, "X-Meshnet-Cache must be one of on, off, not 'true'"),
         ({"seq_len": "0", "sample": "0"}, "X-Meshnet-Seq-Len must be at least 1"),
         ({"sample": "6"}, "X-Meshnet-Sample is 6, but the frame has only 5 positions"),
@@ -173,16 +174,19 @@ def test_an_open_document_comes_back_as_it_went() -> None:
         b'{"session":"s","through_epoch":-1}',
         b'{"session":"s","through_epoch":true}',
         b'{"session":"s","through_epoch":1.0}',
+        b'{"session":"s","keep":[[2,"session"]]}',
     ],
 )
 def test_a_release_names_one_session_and_at_most_an_epoch(body: bytes) -> None:
-    with pytest.raises(BadFrameError, match=r"session|through_epoch"):
+    with pytest.raises(BadFrameError, match=r"session|through_epoch|marks"):
         http_codec.decode_release(body)
 
 
+@pytest.mark.parametrize("keep", [(), marks_of((5, 6, 7), (2, 3))])
 @pytest.mark.parametrize("through_epoch", [None, 0, 3])
-def test_a_release_and_its_answer_come_back_as_they_went(through_epoch: int | None) -> None:
-    assert http_codec.decode_release(http_codec.encode_release("s-1", through_epoch)) == ("s-1", through_epoch)
+def test_a_release_and_its_answer_come_back_as_they_went(through_epoch: int | None, keep: tuple[Mark, ...]) -> None:
+    body = http_codec.encode_release("s-1", through_epoch, keep)
+    assert http_codec.decode_release(body) == ("s-1", through_epoch, keep)
     assert http_codec.decode_released(http_codec.encode_released(2)) == 2
 
 

@@ -29,6 +29,7 @@ class Phase(enum.StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    RESUME = "resume"  # the first chunk of a prefill that begins on a held prefix of the session, not on nothing
     VERIFY = "verify"
 
 
@@ -41,7 +42,7 @@ class Frame:
         epoch: counts re-prefills within the session, from 0.
         hop_index: which hop of the session's route this frame enters.
         start_layer: the effective start there.
-        phase: prefill, decode or verify.
+        phase: prefill, resume, decode or verify.
         position: positions of this session that came before this frame's first.
         seq_len: positions in this frame.
         sample: how many of the frame's trailing positions the tail samples after; 0 in a frame of a prefill that is

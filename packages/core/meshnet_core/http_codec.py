@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from meshnet_core.errors import BadFrameError, HopFailedError, InvalidInputError, ProtocolMismatchError
 from meshnet_core.frames import PROTOCOL_MAX, PROTOCOLS, Frame, Phase
 from meshnet_core.ids import check_id
 from meshnet_core.open_document import OpenDocument
+from meshnet_core.prefix import Mark, marks_from_wire, marks_to_wire
 
 Body = bytes | bytearray | memoryview
 ReplyValue = TypeVar("ReplyValue")
@@ -147,25 +148,29 @@ def decode_open(body: Body) -> OpenDocument:
     return OpenDocument.from_wire(decode_json(body, "an open document"))
 
 
-def encode_release(session: str, through_epoch: int | None) -> bytes:
+def encode_release(session: str, through_epoch: int | None, keep: Sequence[Mark] = ()) -> bytes:
     """A release of a session, or of its epochs up to one; read back by :func:`decode_release`."""
-    return encode_json({"session": session} | ({} if through_epoch is None else {"through_epoch": through_epoch}))
+    through = {} if through_epoch is None else {"through_epoch": through_epoch}
+    return encode_json({"session": session} | through | ({"keep": marks_to_wire(keep)} if keep else {}))
 
 
-def decode_release(body: Body) -> tuple[str, int | None]:
-    """The session that a release call names, and the last epoch that it is about; None where it is about all.
+def decode_release(body: Body) -> tuple[str, int | None, tuple[Mark, ...]]:
+    """The session that a release call names, the last epoch that it is about (None: all), and marks to keep it under.
 
     Raises:
-        BadFrameError: the body is not ``{"session": id}`` with or without ``"through_epoch"``.
+        BadFrameError: the body is not ``{"session": id}`` with or without ``"through_epoch"`` and ``"keep"``.
     """
     document = decode_json(body, "a release")
-    if not isinstance(document, dict) or "session" not in document or set(document) - {"session", "through_epoch"}:
-        raise BadFrameError('a release is the JSON object {"session": id}; only "through_epoch" may stand beside it')
+    known = {"session", "through_epoch", "keep"}
+    if not isinstance(document, dict) or "session" not in document or set(document) - known:
+        raise BadFrameError(
+            'a release is the JSON object {"session": id}; only "through_epoch" and "keep" may stand beside it'
+        )
     epoch = document.get("through_epoch")
     if "through_epoch" in document and (type(epoch) is not int or not 0 <= epoch <= MAX_NUMBER):
         raise BadFrameError(f"through_epoch must be a whole number from 0 to {MAX_NUMBER}, not {str(epoch)[:80]!r}")
     try:
-        return check_id(document["session"], "session"), epoch
+        return check_id(document["session"], "session"), epoch, marks_from_wire(document.get("keep", []))
     except InvalidInputError as error:
         raise BadFrameError(error.message) from error
 

@@ -31,6 +31,7 @@ from meshnet_core.errors import (
 from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
 from meshnet_core.http_codec import Body
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.prefix import Mark
 from meshnet_core.tracker_client import connection_words
 
 CONTROL_TIMEOUT_S = 5.0  # release and probe: little work, so a node that needs longer does not answer
@@ -112,9 +113,11 @@ class HttpTransport:
         reply = http_codec.decode_reply(answer, FrameReply.from_wire)
         return replace(reply, boot=boot or "")
 
-    async def release(self, url: str, session: str, through_epoch: int | None = None) -> int:
+    async def release(
+        self, url: str, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()
+    ) -> int:
         call = _Call("POST", url, "/hop/release", self._control_timeout_s, None)
-        body = http_codec.encode_release(session, through_epoch)
+        body = http_codec.encode_release(session, through_epoch, keep)
         return http_codec.decode_released(await self._agreed(call, body))
 
     async def probe(self, url: str, session: str | None) -> ProbeReply:

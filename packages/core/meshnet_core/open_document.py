@@ -8,6 +8,7 @@ from typing import Any
 from meshnet_core.dtypes import dtype_bytes
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
+from meshnet_core.prefix import PrefixTerms
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
 from meshnet_core.wire_fields import flag, text, whole
@@ -30,6 +31,7 @@ class OpenDocument:
         expected_length: positions the session may come to hold, prompt included.
         step_deadline_ms: time for one step, all hops together.
         history: prompt and answer token ids so far; given to the tail alone, since only it samples.
+        prefix: what of the prefill may be taken from what hops hold, and is to be held; None for neither.
     """
 
     session: str
@@ -45,6 +47,7 @@ class OpenDocument:
     expected_length: int
     step_deadline_ms: int
     history: tuple[int, ...] = ()
+    prefix: PrefixTerms | None = None
 
     def __post_init__(self) -> None:
         check_id(self.session, "session")
@@ -57,6 +60,13 @@ class OpenDocument:
             raise InvalidInputError(
                 f"prompt_length {self.prompt_length}, prefill_length {self.prefill_length} and expected_length "
                 f"{self.expected_length} must not fall: what is prefilled holds the prompt, and fits"
+            )
+        if self.prefix is not None and not self.cache:
+            raise InvalidInputError("with the cache off no prefix is used or held; leave it out")
+        if self.prefix is not None and self.prefix.marks and self.prefix.marks[-1].position > self.prefill_length:
+            raise InvalidInputError(
+                f"the prefix has a mark at {self.prefix.marks[-1].position}, beyond the {self.prefill_length} "
+                "positions to prefill"
             )
 
     @property
@@ -89,6 +99,7 @@ class OpenDocument:
             "expected_length": self.expected_length,
             "step_deadline_ms": self.step_deadline_ms,
             "history": list(self.history),
+            **({} if self.prefix is None else {"prefix": self.prefix.to_wire()}),
         }
 
     @classmethod
@@ -118,6 +129,7 @@ class OpenDocument:
                 expected_length=whole(document, "expected_length"),
                 step_deadline_ms=whole(document, "step_deadline_ms"),
                 history=_token_ids(document["history"]),
+                prefix=PrefixTerms.from_wire(document["prefix"]) if "prefix" in document else None,
             )
         except KeyError as error:
             raise InvalidInputError(f"the field {error.args[0]} is missing") from error
@@ -125,17 +137,34 @@ class OpenDocument:
 
 @dataclass(frozen=True, slots=True)
 class OpenReply:
-    """A hop's yes: its boot id, the layers it will run and the bytes of state it set aside."""
+    """A hop's yes.
+
+    Attributes:
+        boot: its boot id.
+        reserved_bytes: state that it set aside room for.
+        held: positions at which the session could begin here, ascending, by prefixes that are held now. Telling is no
+            promise: they may be gone when the first frame comes, which is then answered with a miss.
+        snapshots: state here cannot be cut back to an earlier position, so that of a prefix within the prefill a copy
+            is kept only where a frame ends at one of the positions in ``keep_at``.
+    """
 
     boot: str
     reserved_bytes: int = 0
+    held: tuple[int, ...] = ()
+    snapshots: bool = False
 
     def to_wire(self) -> dict[str, Any]:
-        return {"boot": self.boot, "reserved_bytes": self.reserved_bytes}
+        return {
+            "boot": self.boot,
+            "reserved_bytes": self.reserved_bytes,
+            **({"held": list(self.held)} if self.held else {}),
+            **({"snapshots": True} if self.snapshots else {}),
+        }
 
     @classmethod
     def from_wire(cls, document: dict[str, Any]) -> OpenReply:
-        return cls(str(document["boot"]), int(document["reserved_bytes"]))
+        held = tuple(int(position) for position in document.get("held", ()))
+        return cls(str(document["boot"]), int(document["reserved_bytes"]), held, bool(document.get("snapshots")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Protocol
 from meshnet_core.errors import DeadlineError, HopUnreachableError
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.prefix import Mark
 
 
 class HopEndpoint(Protocol):
@@ -19,11 +20,12 @@ class HopEndpoint(Protocol):
 
     async def forward(self, frame: Frame) -> FrameReply: ...
 
-    async def release(self, session: str, through_epoch: int | None = None) -> int:
+    async def release(self, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()) -> int:
         """Free the session; idempotent. Returns how many of its entries were held (0 on a repeat).
 
         With ``through_epoch`` only epochs up to that one are over: a hop that a reroute left, or whose open was undone,
-        can still be opened for a newer one.
+        can still be opened for a newer one. With ``keep``, marks of its token ids beyond the prefill, its state is held
+        on as a prefix for later sessions, where it stands at one of them or can be cut back to one.
         """
         ...
 
@@ -41,7 +43,9 @@ class HopTransport(Protocol):
 
     async def forward(self, url: str, frame: Frame) -> FrameReply: ...
 
-    async def release(self, url: str, session: str, through_epoch: int | None = None) -> int: ...
+    async def release(
+        self, url: str, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()
+    ) -> int: ...
 
     async def probe(self, url: str, session: str | None) -> ProbeReply: ...
 
@@ -66,8 +70,10 @@ class InProcessTransport:
         async with _within(frame.deadline_ms, url, frame.hop_index):
             return await self._endpoint(url, frame.hop_index).forward(frame)
 
-    async def release(self, url: str, session: str, through_epoch: int | None = None) -> int:
-        return await self._endpoint(url).release(session, through_epoch)
+    async def release(
+        self, url: str, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()
+    ) -> int:
+        return await self._endpoint(url).release(session, through_epoch, keep)
 
     async def probe(self, url: str, session: str | None) -> ProbeReply:
         return await self._endpoint(url).probe(session)

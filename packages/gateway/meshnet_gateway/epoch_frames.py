@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from meshnet_core.frames import PROTOCOL_MAX, Frame, Phase
 from meshnet_gateway.recovery import Replay
@@ -32,18 +33,38 @@ class EpochFrames:
     cache: bool
     protocol: int = PROTOCOL_MAX
 
-    def prefill(self, prompt: Sequence[int], answer: Sequence[int], chunk: int, replay: Replay) -> Iterator[Frame]:
+    def prefill(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        chunk: int,
+        replay: Replay,
+        *,
+        begin: int = 0,
+        cuts: Sequence[int] = (),
+    ) -> Iterator[Frame]:
         """The frames that make the state of prompt and answer so far; only the last one samples.
 
         prompt 0..599, answer 600..602       0-255    256-511    512-599    600   601   602
         fast                                 prefill  prefill    prefill to 602 ......*
         exact, as they first went            prefill  prefill    prefill    dec.  dec.  decode*
+        fast, on a held prefix of 500                 resume at 500 to 602 ...........*
+
+        Args:
+            prompt, answer: token ids.
+            chunk: the most positions in a prefill frame.
+            replay: how the answer goes.
+            begin: positions that every hop has from a held prefix, within the prompt if the replay is exact.
+            cuts: positions at which a frame must end.
         """
         tokens = (*prompt, *answer)
         in_chunks = len(prompt) if replay is Replay.EXACT else len(tokens)
-        for start in range(0, in_chunks, chunk):
-            end = min(start + chunk, in_chunks)
-            yield self._frame(Phase.PREFILL, start, tokens[start:end], sample=end == len(tokens))
+        edges = [begin, *sorted(cut for cut in set(cuts) if begin < cut < in_chunks), in_chunks]
+        for first, last in pairwise(edges):
+            for start in range(first, last, chunk):
+                end = min(start + chunk, last)
+                phase = Phase.RESUME if start == begin > 0 else Phase.PREFILL
+                yield self._frame(phase, start, tokens[start:end], sample=end == len(tokens))
         for at in range(in_chunks, len(tokens)):
             yield self._frame(Phase.DECODE, at, tokens[at : at + 1], sample=at + 1 == len(tokens))
 

@@ -40,6 +40,7 @@ from meshnet_gateway.blame import BlameMemory
 from meshnet_gateway.epoch_frames import EpochFrames
 from meshnet_gateway.generation_report import GenerationReport
 from meshnet_gateway.hop_calls import HopCalls
+from meshnet_gateway.prefix_reuse import PrefixReuse, PrefixWish
 from meshnet_gateway.recovery import (
     BUSY_RETRIES,
     MAX_RETRIES,
@@ -83,6 +84,7 @@ class GenerationRequest:
         stop_ids: tokens that end the answer; they are not part of it.
         cache: False takes the stateless path from the start.
         recovery: how lost state is made again; None takes the engine's way.
+        prefix: what it may take from sessions before it and leave to others; None for neither.
     """
 
     model: str
@@ -92,6 +94,7 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     cache: bool = True
     recovery: Replay | None = None
+    prefix: PrefixWish | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,8 @@ class Generation:
         self._failing_since: float | None = None
         self._calls = HopCalls(self.session, engine.transport, engine.sleep)
         self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
+        exact = (request.recovery or engine.recovery) is Replay.EXACT
+        self._prefix = PrefixReuse(request.prefix, request.prompt_ids, request.stop_ids, exact=exact)
         self._events = self._run()
 
     def __aiter__(self) -> AsyncGenerator[Event]:
@@ -178,13 +183,14 @@ class Generation:
 
     def report(self) -> dict[str, object]:
         """What happened so far, JSON-ready: session, route, epochs, mode, times, speed, bytes per step."""
-        return self._report.to_json()
+        return {**self._report.to_json(), "cached_tokens": self._prefix.cached_tokens}
 
     async def aclose(self) -> None:
         """End it, wherever it is, and free the session on every hop. Idempotent."""
         await self._events.aclose()
         # Shielded: a caller that is itself being cancelled must not leave state behind.
-        await asyncio.shield(asyncio.ensure_future(self._calls.give_back()))
+        left = self._prefix.left((*self._request.prompt_ids, *self._answer))
+        await asyncio.shield(asyncio.ensure_future(self._calls.give_back(left)))
         self._engine.room.freed()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -292,6 +298,7 @@ class Generation:
         token = reply.tokens[0]
         self._history = replace(self._history, failures=(), retries=0)
         self._failing_since = None
+        self._prefix.proven()
         if token.id in self._request.stop_ids:
             self.finish_reason = "stop"
             return None
@@ -374,9 +381,10 @@ class Generation:
             expected_length=min(len(self._request.prompt_ids) + self._request.max_tokens, model.max_positions),
             step_deadline_ms=self._engine.step_deadline_ms,
             history=tokens,
+            prefix=self._prefix.terms(tokens, cached=not self._history.stateless),
         )
         try:
-            await self._calls.open(whole)
+            self._prefix.agree(await self._calls.open(whole))
         except MeshnetError:
             # no frame was sent that could be sent again
             self._history = replace(self._history, retries=MAX_RETRIES + BUSY_RETRIES)
@@ -386,15 +394,22 @@ class Generation:
         """Send prompt and answer so far, several frames in flight; progress now and then, then the last reply."""
         total, told = self._length, 0
         replay = self._request.recovery or self._engine.recovery
-        frames = self._frames(route).prefill(self._request.prompt_ids, self._answer, self._engine.chunk, replay)
+        frames = self._frames(route).prefill(
+            self._request.prompt_ids,
+            self._answer,
+            self._engine.chunk,
+            replay,
+            begin=self._prefix.begin,
+            cuts=self._prefix.cuts,
+        )
         in_flight: deque[tuple[int, asyncio.Task[FrameReply]]] = deque()
         try:
             for frame in frames:
                 end = frame.position + frame.seq_len
-                while len(in_flight) >= (CHUNKS_IN_FLIGHT if frame.phase is Phase.PREFILL else REPLAYS_IN_FLIGHT):
+                while len(in_flight) >= (REPLAYS_IN_FLIGHT if frame.phase is Phase.DECODE else CHUNKS_IN_FLIGHT):
                     done, task = in_flight.popleft()
                     await task
-                    if frame.phase is Phase.PREFILL or done >= told + self._engine.chunk:
+                    if frame.phase is not Phase.DECODE or done >= told + self._engine.chunk:
                         told = done
                         yield PrefillProgress(done, total)
                 in_flight.append((end, asyncio.create_task(self._forward(route, frame))))

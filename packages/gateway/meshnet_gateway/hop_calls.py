@@ -19,6 +19,7 @@ from meshnet_core.errors import (
     MissReason,
 )
 from meshnet_core.open_document import OpenDocument, OpenReply
+from meshnet_core.prefix import Mark
 from meshnet_core.route import Route
 from meshnet_core.transport import HopTransport
 
@@ -47,7 +48,7 @@ class HopCalls:
         self._urls: set[str] = set()  # of every hop that may hold something of this session
         self._leaving: set[asyncio.Task[None]] = set()  # releases that nobody waits for yet
 
-    async def open(self, whole: OpenDocument) -> None:
+    async def open(self, whole: OpenDocument) -> list[OpenReply]:
         """Open on all hops at once; where one refuses, what the others set aside is freed again.
 
         Raises:
@@ -64,9 +65,9 @@ class HopCalls:
             self._release_behind(silent, whole.epoch)
             await self._release({hop.url for hop in hops} - silent, through_epoch=whole.epoch)
             raise min(errors, key=_hopefulness)
-        self._boots |= {
-            hop.node_id: reply.boot for hop, reply in zip(hops, replies, strict=True) if isinstance(reply, OpenReply)
-        }
+        opened = [reply for reply in replies if isinstance(reply, OpenReply)]
+        self._boots |= {hop.node_id: reply.boot for hop, reply in zip(hops, opened, strict=True)}
+        return opened
 
     async def _open_at(self, url: str, document: OpenDocument) -> OpenReply:
         """Open on one hop, once more where the connection broke: the same terms again get the same answer."""
@@ -102,10 +103,10 @@ class HopCalls:
         """Free what every hop holds up to an epoch, without waiting for it."""
         self._release_behind(set(self._urls), through_epoch)
 
-    async def give_back(self) -> None:
-        """Free the session on every hop, for good. Idempotent."""
+    async def give_back(self, keep: tuple[Mark, ...] = ()) -> None:
+        """Free the session on every hop, for good; what it leaves may be held on under ``keep``. Idempotent."""
         urls, self._urls = self._urls, set()
-        await asyncio.gather(self._release(urls), *self._leaving)
+        await asyncio.gather(self._release(urls, keep=keep), *self._leaving)
 
     def _release_behind(self, urls: set[str], through_epoch: int) -> None:
         """Release without waiting: a hop that hangs must not hold up the answer."""
@@ -114,13 +115,13 @@ class HopCalls:
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
-    async def _release(self, urls: set[str], through_epoch: int | None = None) -> None:
+    async def _release(self, urls: set[str], through_epoch: int | None = None, keep: tuple[Mark, ...] = ()) -> None:
         async def one(url: str) -> None:
             for wait_s in RELEASE_WAITS_S:
                 await self._sleep(wait_s)
                 try:
                     async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                        await self._transport.release(url, self._session, through_epoch)
+                        await self._transport.release(url, self._session, through_epoch, keep)
                         return
                 except (MeshnetError, TimeoutError) as error:
                     # A node that is gone holds nothing; one that cannot be reached frees it by its time to live.

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,19 @@ class TextModel:
                 f"the chat template of {self.name} refuses these messages: {error}", param="messages"
             ) from error
         return tuple(self._encode(text, False))  # a template writes the special tokens itself
+
+    def shared_head(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> int:
+        """How many of ``ids``, the conversation's, any other with the same instructions begins with too.
+
+        Found by rendering another one: a template may say more before the first question than the messages do. 0 where
+        the template does not take it.
+        """
+        instructions = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
+        try:
+            other = self.render_chat([*instructions, {"role": "user", "content": "?"}])
+        except RequestRefusedError:
+            return 0
+        return next((at for at, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1]), 0)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, with the special tokens that the tokenizer puts before a text, if any."""

@@ -5,20 +5,23 @@ The store knows ``nbytes`` and nothing of tensors, frames or models. Three rules
 * an entry that a frame holds on lease is never taken, and one used within ``running_s`` is never taken for a newcomer;
 * whatever leaves the store leaves a tombstone with the reason, so that a late frame gets an honest miss;
 * bytes are counted in one method, `CacheStore.nbytes`, from what the entries report.
+
+Under the same budget it holds prefixes, what is left of sessions that are over: they are the first to give way.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from meshnet_core.clock import Clock
 from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
 from meshnet_core.wire_fields import MAX_WHOLE
+from meshnet_node.held_prefixes import HeldPrefixes, PrefixKind, Sized
 
 
 class Held(Protocol):
@@ -57,6 +60,8 @@ class StoreLimits:
         running_s: an entry used within this time is running, and no newcomer takes its room; more for one whose
             steps may take longer.
         max_tombstones: how many departed entries are remembered.
+        max_prefixes: how many prefixes may be held on of sessions that are over; 0 holds none.
+        prefix_ttl_s: one unused for longer is dropped.
     """
 
     budget_bytes: int
@@ -64,6 +69,8 @@ class StoreLimits:
     ttl_s: float = 600.0
     running_s: float = 30.0
     max_tombstones: int = 4096
+    max_prefixes: int = 0
+    prefix_ttl_s: float = 3600.0
 
 
 @dataclass(slots=True, eq=False)  # two entries are never the same for looking alike
@@ -98,6 +105,7 @@ class CacheStore(Generic[H]):
         self._condemned: list[_Entry[H]] = []  # dropped while leased: their bytes count until the lease ends
         self._tombstones: OrderedDict[SessionKey, tuple[MissReason, int]] = OrderedDict()
         self._admissions = itertools.count()
+        self.prefixes: HeldPrefixes[Any] = HeldPrefixes(clock, most=limits.max_prefixes, ttl_s=limits.prefix_ttl_s)
         self.dropped: Counter[MissReason] = Counter()
         self.preempted = 0  # of those evicted: how many gave way to the growth of another, not to a newcomer
 
@@ -109,14 +117,15 @@ class CacheStore(Generic[H]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken by all entries; the one place where they are counted."""
-        return sum(entry.nbytes for entry in (*self._entries.values(), *self._condemned))
+        """Bytes taken by all entries and held prefixes; the one place where they are counted."""
+        return self.prefixes.nbytes + sum(entry.nbytes for entry in (*self._entries.values(), *self._condemned))
 
     def admit(self, key: SessionKey, epoch: int, held: H, reserve: int, step_s: float = 0.0) -> None:
         """Take in a new session, or a new epoch of one, with ``reserve`` bytes set aside for it.
 
-        Entries that are idle give way, least recently used first; running ones never do. What the session has here of
-        older epochs ends, at whichever hop: a change of its route may have moved this node to another place in it.
+        Prefixes give way first, then entries that are idle, least recently used first; running ones never do. What the
+        session has here of older epochs ends, at whichever hop: a change of its route may have moved this node to
+        another place in it.
         Between two frames here one step of the whole route may pass, ``step_s`` seconds: so long it is running.
 
         Raises:
@@ -128,9 +137,11 @@ class CacheStore(Generic[H]):
         own = self._of_session(key.session)
         past = [name for name, entry in own.items() if entry.epoch < epoch]
         freed = sum(own[name].nbytes for name in past if not own[name].leases)  # what a frame runs on stays a while
-        victims = self._idle_victims(self.nbytes - freed + reserve, len(self) - len(past) + 1, set(own))
+        wanted = self.nbytes - freed + reserve
+        victims = self._idle_victims(wanted - self.prefixes.idle_nbytes, len(self) - len(past) + 1, set(own))
         if victims is None:
             raise CacheFullError(self._why_full(reserve), never=self._never_fits(key, epoch, reserve))
+        self.prefixes.give_way(wanted - self.limits.budget_bytes)
         for victim in victims:
             self.drop(victim, MissReason.EVICTED)
         for name in past:
@@ -235,8 +246,21 @@ class CacheStore(Generic[H]):
             self.drop(key, MissReason.EVICTED)
         return True
 
+    def keep(self, kind: PrefixKind, positions: Mapping[str, int], state: Sized) -> bool:
+        """Hold ``state`` on as a prefix, see `HeldPrefixes.keep`, if there is room. Returns whether there was.
+
+        Older prefixes give way for it, sessions never do.
+        """
+        excess = self.nbytes + state.nbytes - self.limits.budget_bytes
+        if excess > self.prefixes.idle_nbytes or self.limits.max_prefixes < 1:
+            return False
+        self.prefixes.give_way(excess)
+        self.prefixes.keep(kind, positions, state)
+        return True
+
     def sweep(self) -> int:
         """Drop what was idle for longer than the time to live. Returns how many."""
+        self.prefixes.sweep()
         deadline = self._clock.now() - self.limits.ttl_s
         expired = [key for key, entry in self._entries.items() if entry.leases == 0 and entry.used_at < deadline]
         for key in expired:
@@ -277,7 +301,7 @@ class CacheStore(Generic[H]):
         return victims if fits else None
 
     def _make_room_to_grow(self, key: SessionKey, needs: int) -> None:
-        """Idle entries give way first, then the youngest that no frame runs on, the grower itself included.
+        """Prefixes give way first, then idle entries, then the youngest that no frame runs on, the grower included.
 
         Were the grower spared, two sessions could evict each other in turn, and neither would get on.
         """
@@ -289,6 +313,7 @@ class CacheStore(Generic[H]):
                 f"session {key.session} has outgrown this node: it needs {wanted} of {self.limits.budget_bytes} bytes",
                 never=True,
             )
+        self.prefixes.give_way(self.nbytes - entry.nbytes + wanted - self.limits.budget_bytes)
         while self.nbytes - entry.nbytes + wanted > self.limits.budget_bytes:
             victims = self._idle_victims(self.nbytes - entry.nbytes + wanted, len(self), {key})
             if victims is None:

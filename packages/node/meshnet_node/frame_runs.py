@@ -31,6 +31,8 @@ from meshnet_node.cache_store import CacheStore, SessionKey
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_session import FrameKey, HopSession, Outcome, Run
 from meshnet_node.model_backend import ForwardCancelledError, ShardResult, ShardWork
+from meshnet_node.prefix_use import PrefixUse, copy_of
+from meshnet_node.session_state import SessionState
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class FrameRuns:
 
     Args:
         store: leases the sessions.
+        prefixes: what sessions begin from, and leave to others.
         lane: runs the frames.
         transport: reaches the next hops.
         sample: chooses tokens at the tail.
@@ -59,6 +62,7 @@ class FrameRuns:
         self,
         *,
         store: CacheStore[HopSession],
+        prefixes: PrefixUse,
         lane: ForwardLane,
         transport: HopTransport,
         sample: SampleFunction,
@@ -67,6 +71,7 @@ class FrameRuns:
         links: LinkTimes,
     ) -> None:
         self._store = store
+        self._prefixes = prefixes
         self._lane = lane
         self._transport = transport
         self._sample = sample
@@ -109,7 +114,9 @@ class FrameRuns:
                 raise BadFrameError("with the cache off one frame runs at a time")
             return
         give_up = min(deadline, self._clock.now() + EARLY_HOLD_S)
-        while frame.position > session.accepted or session.in_flight >= MAX_QUEUED_FRAMES:
+        while (
+            frame.position > session.accepted and not session.is_next(frame)
+        ) or session.in_flight >= MAX_QUEUED_FRAMES:
             try:
                 async with asyncio.timeout(max(0.0, give_up - self._clock.now())):
                     await session.changed.wait()
@@ -118,7 +125,7 @@ class FrameRuns:
             self._store.require(key, frame.epoch)  # it may have left the store meanwhile
             if frame_key in session.runs:
                 return
-        if frame.position != session.accepted:
+        if not session.is_next(frame):
             raise CacheMissError(
                 f"the session holds {session.accepted} positions here, the frame begins at {frame.position}",
                 reason=MissReason.POSITION_MISMATCH,
@@ -160,18 +167,26 @@ class FrameRuns:
             cancelled=lambda: session.cancelled,
         )
 
-        def finish(result: ShardResult) -> tuple[ShardResult, tuple[SampledToken, ...]]:
+        end = frame.position + frame.seq_len
+        copied = self._prefixes.wants_copy(session, end)
+
+        def finish(result: ShardResult) -> tuple[ShardResult, tuple[SampledToken, ...], SessionState | None]:
             tokens: tuple[SampledToken, ...] = ()
             if result.logits is not None:
                 tokens = (self._sample_last(session, frame, result.logits),)
             session.measure_state()
-            return result, tokens
+            return result, tokens, copy_of(session.state) if copied else None
 
-        with self._store.lease(key, frame.epoch, session.room(frame.position + frame.seq_len)):
+        with (
+            self._store.lease(key, frame.epoch, session.room(end)),
+            self._prefixes.begun_from(session, frame) as held,
+        ):
             try:
                 async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
-                    turn = (key, frame.epoch)
-                    (result, tokens), timing = await self._lane.run(turn, shard.backend, work, finish)
+                    turn, work = (key, frame.epoch), replace(work, held=held)
+                    (result, tokens, copy), timing = await self._lane.run(turn, shard.backend, work, finish)
+                if copy is not None:
+                    self._prefixes.keep_copy(session, copy)
             except TimeoutError as error:
                 raise DeadlineError(
                     f"layers {session.document.hop.layers} did not finish the frame at position {frame.position} in "

@@ -28,12 +28,14 @@ from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming
 from meshnet_core.link_times import LinkTimes
 from meshnet_core.membership import ShardInfo
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.prefix import Mark
 from meshnet_core.transport import HopTransport
 from meshnet_node.cache_store import CacheStore, SessionKey
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.frame_runs import DOWNSTREAM_MARGIN, FrameRuns, SampleFunction
 from meshnet_node.hop_session import HopSession
 from meshnet_node.marked_errors import MarkedErrors
+from meshnet_node.prefix_use import PrefixUse
 from meshnet_node.shard_pool import ShardLease, ShardPool
 
 GROWTH_QUANTUM = MAX_CHUNK  # positions set aside beyond the prefill, so that a session seldom has to ask for room
@@ -74,8 +76,10 @@ class HopService:
         self.recent: deque[dict[str, Any]] = deque(maxlen=32)  # what is remembered of ended sessions, for people
         self.links = links or LinkTimes(clock)
         self._lane = lane
+        self._prefixes = PrefixUse(store)
         self._runs = FrameRuns(
             store=store,
+            prefixes=self._prefixes,
             lane=lane,
             transport=transport,
             sample=sample,
@@ -94,7 +98,7 @@ class HopService:
             if known is not None and known[1] == document.epoch:
                 if known[0].document != document:
                     raise BadFrameError("this session and epoch are open on other terms; a retry repeats its terms")
-                return OpenReply(self.boot, self._reserve(known[0]))
+                return self._opened(known[0])
             if self.draining and not self.store.knows(document.session):  # one that was here goes on, in a newer epoch
                 raise DrainingError("this node is draining and takes no new sessions")
             lease = await self._lease_shard(document, in_use=known is not None)
@@ -123,13 +127,18 @@ class HopService:
                     error.position = session.accepted
                 raise
 
-    async def release(self, session: str, through_epoch: int | None = None) -> int:
+    async def release(self, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()) -> int:
         """Free the session on every hop it has here; what runs of it stops between layers."""
+        left = []
         for held in self.store:
             of_it = held.document.session == session
             if of_it and (through_epoch is None or held.document.epoch <= through_epoch):
                 self.recent.append(held.summary())
-        return self.store.release(session, through_epoch)
+                left.append((held, self._prefixes.left_by(held, keep)))
+        freed = self.store.release(session, through_epoch)
+        for held, marks in left:
+            self._prefixes.keep(held, marks)
+        return freed
 
     async def probe(self, session: str | None) -> ProbeReply:
         """Alive, how busy, and how far the session is."""
@@ -151,6 +160,10 @@ class HopService:
             "state_bytes": sum(held.nbytes for held in self.store),
             "reserved_bytes": self.store.nbytes,
             "budget_bytes": self.store.limits.budget_bytes,
+            "prefixes": len(self.store.prefixes),
+            "prefix_bytes": self.store.prefixes.nbytes,
+            "prefixes_evicted": self.store.prefixes.evicted,
+            "prefill_positions_saved": self._prefixes.saved,
             "max_sessions": self.store.limits.max_sessions,
             "session_ttl_s": self.store.limits.ttl_s,
             "dropped": self._dropped(),
@@ -207,7 +220,7 @@ class HopService:
         known = self.store.find(key)
         if known is not None and known[0].document == document:
             lease.end()
-            return OpenReply(self.boot, self._reserve(known[0]))
+            return self._opened(known[0])
         if self.draining and not self.store.knows(document.session):
             raise DrainingError("this node is draining and takes no new sessions")
         backend = lease.shard.backend
@@ -216,9 +229,13 @@ class HopService:
             raise BadFrameError(f"token id {wrong} lies outside the vocabulary of {backend.vocab_size}")
         state = backend.new_state(document.hop.layers.start) if document.cache else None
         session = HopSession(document, lease, state, history=list(document.history))
-        reserve = self._reserve(session)
-        self.store.admit(key, document.epoch, session, reserve, document.step_deadline_ms / 1000)
-        return OpenReply(self.boot, reserve)
+        self._prefixes.offer(session)  # what it could begin from is the last of the prefixes to give way to it
+        self.store.admit(key, document.epoch, session, self._reserve(session), document.step_deadline_ms / 1000)
+        return self._opened(session)
+
+    def _opened(self, session: HopSession) -> OpenReply:
+        held = self._prefixes.offer(session)
+        return OpenReply(self.boot, self._reserve(session), held, self._prefixes.are_copied(session))
 
     @staticmethod
     def _reserve(session: HopSession) -> int:

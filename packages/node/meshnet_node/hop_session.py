@@ -72,6 +72,7 @@ class HopSession:
         runs: frames in flight, and the last few finished (`KEPT_RUNS`).
         changed: set and replaced whenever `accepted` or the number of frames in flight changes.
         frames: how many frames of each kind were run, for people to read.
+        offered: positions at which it could begin from prefixes held here, as its gateway was told.
     """
 
     document: OpenDocument
@@ -84,6 +85,7 @@ class HopSession:
     frames: dict[str, int] = field(default_factory=dict)
     received_bytes: int = 0
     state_bytes: int = 0
+    offered: frozenset[int] = frozenset()
     _measured: int = 0
     _measured_at: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event)
@@ -125,6 +127,11 @@ class HopSession:
     @property
     def is_tail(self) -> bool:
         return self.document.next_hop is None
+
+    def is_next(self, frame: Frame) -> bool:
+        """Whether ``frame`` goes on where those taken in end, or begins on a prefix held here where none was."""
+        begins = frame.phase is Phase.RESUME and self.accepted == 0
+        return begins or frame.position == self.accepted
 
     @property
     def cancelled(self) -> bool:
@@ -234,6 +241,10 @@ class HopSession:
         if frame.phase is Phase.DECODE:
             self._check_decode(frame)
             return
+        if frame.phase is Phase.RESUME and frame.position not in self.offered:
+            raise BadFrameError(
+                f"a resume frame at position {frame.position}; no prefix to begin from there was told of"
+            )
         end = frame.position + frame.seq_len
         if frame.seq_len > MAX_CHUNK:
             raise BadFrameError(f"a prefill chunk carries at most {MAX_CHUNK} positions, not {frame.seq_len}")

@@ -57,6 +57,8 @@ class ShardWork:
         wire_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; hidden states go out in it too.
         sample: how many trailing positions the last shard projects to logits; other shards ignore it.
         cancelled: looked at before each layer.
+        held: what ``state``, still empty, begins from: a copy of its first ``position`` positions is made before the
+            frame runs. The same object may serve several sessions, at once too.
     """
 
     start: int
@@ -67,6 +69,7 @@ class ShardWork:
     wire_dtype: str
     sample: int = 0
     cancelled: Callable[[], bool] = never
+    held: SessionState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +253,8 @@ class TorchModelShard:
         began = time.perf_counter()
         if self._closed:
             raise HopFailedError(f"layers {self.layers} were unloaded before the frame ran")
+        if work.held is not None and work.state is not None:
+            work.state.begin_from(work.held, work.position)
         self._check(work)
         inputs = self._read(work)
         view = self._view(work.start)

@@ -16,12 +16,19 @@ _GAUGES = {
     "state_bytes": "Bytes of session state held.",
     "reserved_bytes": "Bytes of session state held or set aside.",
     "budget_bytes": "Bytes of session state that the node may hold.",
+    "prefixes": "Prefixes held on of sessions that are over.",
+    "prefix_bytes": "Bytes of held prefixes; they count among the reserved ones.",
     "max_sessions": "Sessions that the node may hold state of.",
     "queued": "Frames waiting for a forward lane.",
     "loaded_shards": "Shards in memory, or on their way there.",
     "draining": "1 while the node takes no new sessions because it is about to leave.",
 }
-# Counts by reason, in the same way.
+# Counts without a label, and by reason, in the same way.
+_TOTALS = {
+    "drains": "How often the node began to drain.",
+    "prefixes_evicted": "Prefixes dropped for want of room.",
+    "prefill_positions_saved": "Positions that sessions began beyond, since prefixes of theirs were held here.",
+}
 _COUNTS = {
     "dropped": ("sessions_dropped", "Sessions whose state was dropped, by reason."),
     "misses": ("misses", "Frames and opens refused because the node had no usable state for them, by reason."),
@@ -85,10 +92,9 @@ class _StatusGauges:
             for reason, count in status.get(key, {}).items():
                 by_reason.add_metric([reason], count)
             yield by_reason
-        if "drains" in status:
-            yield CounterMetricFamily(
-                "meshnet_node_drains", "How often the node began to drain.", value=float(status["drains"])
-            )
+        for key, text in _TOTALS.items():
+            if key in status:
+                yield CounterMetricFamily(f"meshnet_node_{key}", text, value=float(status[key]))
 
     def describe(self) -> Iterable[Metric]:
         return ()

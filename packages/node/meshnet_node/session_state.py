@@ -7,10 +7,12 @@ all. Knows nothing of limits, lifetimes or sessions' names; those are the cache 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from meshnet_core.layer_range import LayerRange
 
@@ -64,6 +66,44 @@ class SessionState:
             self._nbytes = sum(storages.values())
         return self._nbytes
 
+    @torch.inference_mode()
+    def copied(self, position: int | None = None) -> SessionState:
+        """A state of its own, storage and all, of the first ``position`` positions; None for all of them.
+
+        Takes the time to copy the bytes. This one stays as it is, and may be copied by several threads at once.
+
+        Raises:
+            ValueError: ``position`` lies beyond this state's, or before it where it cannot be cut back.
+        """
+        position = self.position if position is None else position
+        if position != self.position and not (0 < position < self.position and self.cuts_back()):
+            raise ValueError(f"a state of {self.position} positions cannot be made one of {position}")
+        cache = self.cache
+        if position < self.position:
+            cache = _with_tensors(cache, lambda tensor: tensor)  # slots of its own; cropping them writes to no tensor
+            cache.crop(position - self.position)
+        taken = SessionState(self.layers, _with_tensors(cache, _compact))
+        taken.position = position
+        return taken
+
+    def begin_from(self, held: SessionState, position: int) -> None:
+        """Become a copy of the first ``position`` positions of ``held``, a state of the same layers; see `copied`."""
+        if self.position or held.layers != self.layers:
+            raise ValueError(f"layers {self.layers} at position {self.position} cannot begin from {held.layers}")
+        self.cache = held.copied(position).cache
+        self.position = position
+        self._nbytes = None
+
+    def cuts_back(self, positions: int | None = None) -> bool:
+        """Whether the state can be cut back to any earlier position, now or once it has come to ``positions``.
+
+        Asked of the kinds of the cache's slots: attention over everything can. Conv and recurrent states cannot, since
+        what made them is gone, nor can a sliding window that has slid. A cache class of a family's own holds more than
+        slots, of which nothing is known.
+        """
+        positions = self.position if positions is None else positions
+        return type(self.cache) is DynamicCache and all(_cuts_back(layer, positions) for layer in self.cache.layers)
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor the cache object holds, in a stable order."""
         return iter(walk_tensors(self.cache))
@@ -74,6 +114,23 @@ def walk_tensors(holder: object) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _collect(holder, found, 0)
     return found
+
+
+def _cuts_back(layer: object, positions: int) -> bool:
+    if isinstance(layer, LinearAttentionCacheLayerMixin) or not getattr(layer, "is_croppable", False):
+        return False
+    return not getattr(layer, "is_sliding", False) or positions < getattr(layer, "sliding_window", 0)
+
+
+def _with_tensors(cache: DynamicCache, made_of: Callable[[torch.Tensor], torch.Tensor]) -> DynamicCache:
+    """A cache object of the same shape, each tensor in it replaced by what is made of it."""
+    # deepcopy takes what the memo holds instead of copying it
+    return copy.deepcopy(cache, {id(tensor): made_of(tensor) for tensor in walk_tensors(cache)})
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with storage for itself alone: a view keeps all of a longer tensor alive."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def tensors_of_each_layer(cache: DynamicCache) -> list[list[torch.Tensor]]:

@@ -204,8 +204,8 @@ class _Door:
     async def release(self, request: web.Request) -> web.Response:
         body = await self._body(request, "application/json")
         http_codec.check_protocol(request.headers.items(), self._protocols)
-        session, through_epoch = http_codec.decode_release(body)
-        return _json_response(http_codec.encode_released(await self._endpoint.release(session, through_epoch)))
+        session, through_epoch, keep = http_codec.decode_release(body)
+        return _json_response(http_codec.encode_released(await self._endpoint.release(session, through_epoch, keep)))
 
     async def probe(self, request: web.Request) -> web.Response:
         if http_codec.PROTOCOL in request.headers:  # so that a person's plain GET is answered too

@@ -1,0 +1,116 @@
+"""What one generation takes from prefixes that hops hold, and what it leaves to others. Pure but for its own memory.
+
+    tokens   [ system prompt | question 1 | answer 1 | question 2 ]
+    marks        |    |    ^ head     |       ^ |  ^ |       |    ^     at every block, and where others may have ended
+
+Where earlier turns ended is read off the tokens: every answer ends in a stop token, so states were left just before
+one, or one position earlier where an answer was cut off by its length. Knows no hops and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshnet_core.open_document import OpenReply
+from meshnet_core.prefix import EVERYONE, Mark, PrefixTerms, marks_of
+
+BLOCK = 32  # positions: what a partial match loses at most, against the length of an open document
+MAX_ENDS = 512  # stop tokens that are looked at, the last ones
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixWish:
+    """That a request may use prefixes, and leave its own.
+
+    Attributes:
+        scope: whose they are; different scopes share nothing.
+        head: positions of the prompt that other conversations with the same instructions have too; 0 if not known.
+    """
+
+    scope: str = EVERYONE
+    head: int = 0
+
+
+def longest_shared(held: Iterable[Sequence[int]], length: int) -> int:
+    """The farthest position at which every hop could begin a prefill of ``length`` positions; 0 where there is none.
+
+    At least the last position is left to run, since somebody has to sample after it.
+    """
+    shared = set.intersection(*(set(positions) for positions in held))
+    return max((position for position in shared if 0 < position < length), default=0)
+
+
+class PrefixReuse:
+    """One generation's.
+
+    Args:
+        wish: what the request allows; None for neither.
+        prompt: its token ids.
+        stop_ids: tokens that end answers.
+        exact: state is to be the same bits as without prefixes, so none is used; see ADR-0017.
+
+    Attributes:
+        begin: position at which the newest epoch begins.
+        cuts: positions at which its prefill must end a frame.
+        cached_tokens: of the prompt, how many were not computed for this answer; 0 before its first token.
+    """
+
+    def __init__(
+        self, wish: PrefixWish | None, prompt: Sequence[int], stop_ids: frozenset[int], *, exact: bool
+    ) -> None:
+        self.begin = 0
+        self.cuts: tuple[int, ...] = ()
+        self.cached_tokens = 0
+        self._wish = wish
+        self._prompt_length = len(prompt)
+        self._stop_ids = stop_ids
+        self._exact = exact
+        self._filled = 0  # positions that the newest epoch prefills
+        self._untried = True  # no token came yet
+        self._in_doubt = False  # an epoch began on a prefix, and gave no token yet
+
+    def terms(self, tokens: Sequence[int], *, cached: bool) -> PrefixTerms | None:
+        """What hops are told at open of an epoch that prefills ``tokens``, prompt and answer so far.
+
+        None for an epoch without state, ``cached`` false, and where the request wants no prefixes.
+        """
+        self.begin, self.cuts, self._filled = 0, (), len(tokens)
+        if self._wish is None or not cached:
+            return None
+        keep_at = {self._wish.head, self._prompt_length}
+        marks = marks_of(tokens, {*_blocks(0, len(tokens)), *_ends(tokens, self._stop_ids), *keep_at, len(tokens)})
+        marked = {mark.position for mark in marks}
+        return PrefixTerms(self._wish.scope, marks, tuple(sorted(keep_at & marked)))
+
+    def agree(self, replies: Sequence[OpenReply]) -> None:
+        """Settle where the epoch begins, and how it is cut, by what all hops told at open."""
+        if self._wish is None or self._exact:
+            return
+        if not self._in_doubt:  # what went wrong once may go wrong again: then from the start
+            self.begin = longest_shared((reply.held for reply in replies), self._filled)
+            self._in_doubt = self.begin > 0
+        if any(reply.snapshots for reply in replies):
+            self.cuts = (self._wish.head,)
+
+    def proven(self) -> None:
+        """A token came: what the epoch began on was right."""
+        if self._untried:
+            self.cached_tokens = min(self.begin, self._prompt_length)
+        self._untried = self._in_doubt = False
+
+    def left(self, tokens: Sequence[int]) -> tuple[Mark, ...]:
+        """Marks under which hops may hold the state on, of prompt and answer; nothing where the request forbids it."""
+        if self._wish is None or not self._filled:
+            return ()
+        ends = {len(tokens) - 1, len(tokens)}  # the last token may not have been run
+        return marks_of(tokens, {*_blocks(self._filled, len(tokens)), *ends})
+
+
+def _blocks(start: int, stop: int) -> range:
+    return range(start - start % BLOCK + BLOCK, stop + 1, BLOCK)
+
+
+def _ends(tokens: Sequence[int], stop_ids: frozenset[int]) -> set[int]:
+    ends = [at for at, token in enumerate(tokens) if token in stop_ids][-MAX_ENDS:]
+    return {position for at in ends for position in (at - 1, at)}
