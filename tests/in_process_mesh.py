@@ -7,7 +7,7 @@ taken by their in-process counterparts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from meshnet_core.clock import Clock, SystemClock
 from meshnet_core.coverage import ModelSummary, served_models
 from meshnet_core.frames import Frame, FrameReply
+from meshnet_core.grammar import Grammar
 from meshnet_core.ids import mint_boot_id
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import NodeInfo, Snapshot
@@ -30,6 +31,7 @@ from meshnet_node.cache_store import CacheStore, StoreLimits
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_service import HopService
 from meshnet_node.model_backend import TorchModelShard
+from meshnet_node.offered_shard import OfferedShard
 from meshnet_node.sampler import sample
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.shard_pool import LoadedShard, ShardPool
@@ -115,10 +117,12 @@ class TinyMesh:
         cache: bool = True,
         chunk: int = 256,
         stop_ids: frozenset[int] = frozenset(),
+        grammar: Grammar | None = None,
         during: Callable[[Generation, SampledToken], None] = lambda generation, token: None,
     ) -> tuple[list[SampledToken], dict[str, object]]:
         """Run one generation to its end; ``during`` is called after each token."""
-        request = GenerationRequest(MODEL, tuple(prompt), max_tokens, sampling or SamplingParams(), stop_ids, cache)
+        params = sampling or SamplingParams()
+        request = GenerationRequest(MODEL, tuple(prompt), max_tokens, params, stop_ids, cache, grammar=grammar)
         generation = self.engine(chunk=chunk).start(request)
         tokens: list[SampledToken] = []
         try:
@@ -146,6 +150,7 @@ async def tiny_mesh(
     limits: StoreLimits | None = None,
     dtype: str = "float32",
     transport: RecordingTransport | None = None,
+    text_files: Mapping[str, bytes] | None = None,
 ) -> AsyncIterator[TinyMesh]:
     """One node for each of ``ranges`` (inclusive, as people type them), all of the model in ``folder``."""
     torch.set_num_threads(1)
@@ -153,7 +158,7 @@ async def tiny_mesh(
     mesh = TinyMesh(transport or RecordingTransport(), {}, time)
     for index, layers in enumerate(ranges):
         url = f"http://node-{index}"
-        add_node(mesh, folder, url, layers, limits, dtype)
+        add_node(mesh, folder, url, layers, limits, dtype, text_files=text_files)
     try:
         yield mesh
     finally:
@@ -162,12 +167,20 @@ async def tiny_mesh(
 
 
 def add_node(
-    mesh: TinyMesh, folder: Path, url: str, layers: str, limits: StoreLimits | None = None, dtype: str = "float32"
+    mesh: TinyMesh,
+    folder: Path,
+    url: str,
+    layers: str,
+    limits: StoreLimits | None = None,
+    dtype: str = "float32",
+    *,
+    text_files: Mapping[str, bytes] | None = None,
 ) -> HopService:
     """A node at ``url``; one that was there before is replaced, as by a restart."""
     backend = load_shard(folder, LayerRange.parse(layers), dtype=dtype, device="cpu")
     mesh.backends.append(backend)
-    shard = LoadedShard(backend, MODEL, FINGERPRINT, max_positions=512)
+    shard = OfferedShard.held(LoadedShard(backend, MODEL, FINGERPRINT, max_positions=512))
+    shard.text_files = text_files or {}
     service = HopService(
         boot=mint_boot_id(),
         shards=ShardPool([shard]),

@@ -57,6 +57,22 @@ def byte_level_files(*, template: str | None = CHAT_TEMPLATE) -> dict[str, bytes
 
 
 @functools.cache
+def _ascii() -> Tokenizer:
+    letters = [chr(code) for code in range(0x21, 0x7F) if chr(code) not in "`~"]
+    vocab = {token: index for index, token in enumerate([*SPECIAL, "\u0120", "\u010a", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return tokenizer
+
+
+def ascii_files(*, template: str | None = CHAT_TEMPLATE) -> dict[str, bytes]:
+    """As many tokens as the tiny models have: letters, digits and signs of ASCII, each a token."""
+    return _folder(_ascii(), template=template)
+
+
+@functools.cache
 def _byte_fallback() -> Tokenizer:
     letters = sorted({character for text in TEXTS for character in text.replace(" ", "▁")} | {"你", "▁"})
     words = ["▁the", "▁fox", "▁hello", "llo", "he"]

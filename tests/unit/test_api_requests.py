@@ -23,44 +23,63 @@ REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "wav"},
     "function_call": "auto",
     "functions": [{"name": "f"}],
-    "logit_bias": {"50256": -100},
     "metadata": {"a": "b"},
     "modalities": ["text", "audio"],
     "moderation": {"model": "omni"},
-    "n": 2,
-    "parallel_tool_calls": True,
     "prediction": {"type": "content", "content": "hello"},
     "prompt_cache_key": "key",
     "prompt_cache_options": {},
     "prompt_cache_retention": "24h",
-    "reasoning_effort": "low",
-    "response_format": {"type": "json_object"},
-    "safety_identifier": "someone",
     "service_tier": "priority",
     "store": True,
-    "tool_choice": "auto",
-    "tools": [{"type": "function", "function": {"name": "f"}}],
     "verbosity": "low",
     "web_search_options": {},
 }
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 HONOURED: dict[str, Any] = {
     "frequency_penalty": 0.5,
+    "logit_bias": {"50256": -100},
     "logprobs": True,
     "max_completion_tokens": 5,
     "max_tokens": 5,
     "messages": CHAT["messages"],
     "model": "tiny",
+    "n": 2,
+    "parallel_tool_calls": True,
     "presence_penalty": -0.5,
+    "reasoning_effort": "low",
+    "response_format": {"type": "json_object"},
+    "safety_identifier": "someone",
     "seed": 7,
     "stop": ["END"],
     "stream": True,
     "stream_options": {"include_usage": True},
     "temperature": 0.5,
+    "tool_choice": "auto",
+    "tools": TOOLS,
     "top_logprobs": 3,
     "top_p": 0.9,
     "user": "someone",
 }
-NEEDS: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+NEEDS: dict[str, dict[str, Any]] = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "tool_choice": {"tools": TOOLS},
+    "parallel_tool_calls": {"tools": TOOLS},
+}
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def call(arguments: str) -> dict[str, Any]:
+    """A message in which the assistant calls."""
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": function}]}
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
 
 
 def refusal_of(document: Any, request: type[ChatRequest | CompletionRequest] = ChatRequest) -> dict[str, Any]:
@@ -158,14 +177,42 @@ def test_what_means_nothing_passes(field: str, value: Any) -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "a", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "assistant", "content": ""}, call("[1]")]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": ""}, call("{")]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": TOOLS * 2}, "tools"),
+        ({"tools": TOOLS * 129}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "a"}}}, "response_format.json_schema"),
+        ({"response_format": schema_format({"a": "x" * 70_000})}, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({"a": "\ud800"})}, "response_format.json_schema.schema"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, "messages[0].name"),
         ({"messages": [{"role": "user", "content": "a", "mood": "good"}]}, "messages[0].mood"),
-        ({"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].content"),
-        (
-            {"messages": [*CHAT["messages"], {"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "messages[1].tool_calls",
-        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
             "messages[0].content[1].type",
@@ -235,9 +282,11 @@ def test_limits_and_stops() -> None:
 def test_every_published_completion_parameter_is_either_honoured_or_refused() -> None:
     published = set(typing.get_type_hints(CompletionParams))
     assert published <= set(CompletionRequest.model_fields)
-    for field, value in {"best_of": 2, "echo": True, "suffix": "end", "n": 2, "logit_bias": {"1": 1}}.items():
-        assert refusal_of(PLAIN | {field: value}, CompletionRequest)["param"] == field
-    for field, value in {"best_of": 1, "echo": False, "suffix": "", "n": 1, "logit_bias": {}}.items():
+    for field, value in {"best_of": 2, "suffix": "end"}.items():
+        error = refusal_of(PLAIN | {field: value}, CompletionRequest)
+        assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+    assert refusal_of(PLAIN | {"echo": True, "logprobs": 1}, CompletionRequest)["param"] == "echo"
+    for field, value in {"best_of": 1, "echo": True, "suffix": "", "n": 2, "logit_bias": {"1": 1}}.items():
         assert CompletionRequest.model_validate(PLAIN | {field: value})
     request = CompletionRequest.model_validate(PLAIN | {"logprobs": 2})
     assert request.token_limit == 16
@@ -246,16 +295,27 @@ def test_every_published_completion_parameter_is_either_honoured_or_refused() ->
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"), [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2]), ("", "")]
-)
-def test_one_prompt_in_any_form(prompt: Any, expected: Any) -> None:
-    assert CompletionRequest.model_validate(PLAIN | {"prompt": prompt}).one_prompt == expected
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]), ([1, 2], [[1, 2]]), (["a"], ["a"]), ([[1, 2]], [[1, 2]]), ("", [""]),
+        (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)  # fmt: skip
+def test_prompts_in_any_form(prompt: Any, expected: Any) -> None:
+    assert CompletionRequest.model_validate(PLAIN | {"prompt": prompt}).prompts == expected
 
 
-@pytest.mark.parametrize("prompt", [[], ["a", "b"], [[1], [2]]])
-def test_several_prompts_are_refused(prompt: Any) -> None:
-    with pytest.raises(RequestRefusedError, match="exactly one prompt"):
-        _ = CompletionRequest.model_validate(PLAIN | {"prompt": prompt}).one_prompt
+@pytest.mark.parametrize("fields", [{"prompt": []}, {"prompt": ["a"] * 129}, {"prompt": ["a"] * 10, "n": 20}])
+def test_more_answers_than_a_request_may_have_are_refused(fields: Any) -> None:
+    with pytest.raises(RequestRefusedError, match="1 to 128 answers"):
+        _ = CompletionRequest.model_validate(PLAIN | fields).prompts
+
+
+def test_the_answers_of_one_request_have_seeds_of_their_own_that_follow_from_the_first() -> None:
+    one, three = (ChatRequest.model_validate(CHAT | {"seed": 7, "n": n}).seeds for n in (1, 3))
+    assert (one, three[0], len(set(three))) == ([7], 7, 3)
+    assert ChatRequest.model_validate(CHAT | {"seed": 7, "n": 3}).seeds == three
+    assert ChatRequest.model_validate(CHAT | {"logit_bias": {"5": 1, "05": 2}}).sampling().logit_bias == ((5, 2.0),)
 
 
 @pytest.mark.parametrize("prompt", [5, None, ["a", 1], [1.5], [True], [["a"]], {"text": "a"}])

@@ -221,11 +221,9 @@ async def test_openais_client_gets_errors(model: TextModel) -> None:
     engine = ScriptedEngine([LayersUnavailableError("layers 2-3 of tiny are served by no node")])
     async with openai_client(app_of(engine, model)) as client:
         hello: Any = {"messages": [{"role": "user", "content": "hello"}]}
-        with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
-            await client.chat.completions.create(
-                model="tiny", tools=[{"type": "function", "function": {"name": "f"}}], **hello
-            )
-        assert refused.value.param == "tools"
+        with pytest.raises(openai.BadRequestError, match="store is not supported") as refused:
+            await client.chat.completions.create(model="tiny", store=True, **hello)
+        assert refused.value.param == "store"
         assert refused.value.code == "unsupported_parameter"
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="other", **hello)

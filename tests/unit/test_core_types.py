@@ -28,6 +28,7 @@ from meshnet_core.errors import (
     error_from_wire,
 )
 from meshnet_core.frames import FrameReply, HopTiming
+from meshnet_core.grammar import Grammar
 from meshnet_core.ids import check_id, mint_boot_id, mint_session_id
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
@@ -102,6 +103,7 @@ sampling_params = st.builds(
     frequency_penalty=st.floats(-2, 2),
     seed=st.integers(0, 2**63 - 1),
     logprobs=st.none() | st.integers(0, MAX_TOP_LOGPROBS),
+    logit_bias=st.dictionaries(st.integers(0, 10**6), st.floats(-100, 100), max_size=3).map(lambda d: tuple(d.items())),
 )
 
 
@@ -127,6 +129,10 @@ def test_only_what_differs_from_the_default_goes_over_the_wire() -> None:
         ("frequency_penalty", [-2.1, 2.1, False]),
         ("seed", [-1, 2**63, 1.5, "1", True]),
         ("logprobs", [-1, MAX_TOP_LOGPROBS + 1, 1.0, True]),
+        (
+            "logit_bias",
+            [[[1, 101]], [[-1, 0]], [[1, "2"]], [["1", 2]], [[1, float("nan")]], [[1, 2], [1, 3]], [[True, 1]]],
+        ),
     ],
 )
 def test_each_sampling_field_is_bounded_and_named_when_wrong(field: str, wrong: list[Any]) -> None:
@@ -135,6 +141,14 @@ def test_each_sampling_field_is_bounded_and_named_when_wrong(field: str, wrong: 
             SamplingParams(**{field: value})
         with pytest.raises(InvalidInputError, match=field):
             SamplingParams.from_wire({field: value})
+
+
+@pytest.mark.parametrize(
+    "wrong", [5, None, {"1": 2}, [1], [[1]], [[1, 2, 3]], [[[1], 2]], [[i, 0] for i in range(1025)]]
+)
+def test_logit_bias_is_a_bounded_list_of_pairs(wrong: object) -> None:
+    with pytest.raises(InvalidInputError, match="logit_bias"):
+        SamplingParams.from_wire({"logit_bias": wrong})
 
 
 @pytest.mark.parametrize("document", [None, [], "greedy", 1])
@@ -248,7 +262,12 @@ OPEN = OpenDocument(
     step_deadline_ms=30_000,
     history=(1, 2, 3, 4, 5),
     prefix=PrefixTerms("k-1", marks_of((1, 2, 3, 4, 5), (2, 4, 5)), keep_at=(2, 5)),
+    grammar=Grammar("start: /a+/", (2,)),
 )
+
+
+def grammar(**fields: object) -> dict[str, object]:
+    return {"lark": "start: /a+/", "stop_ids": [2], **fields}
 
 
 def changed(**fields: object) -> dict[str, Any]:
@@ -261,17 +280,20 @@ def test_an_open_document_comes_back_from_the_wire_as_it_went() -> None:
 
 def test_each_hop_is_told_who_comes_next_and_the_tail_alone_the_tokens() -> None:
     first, tail = OPEN.for_hop(0), OPEN.for_hop(1)
-    assert (first.hop, first.next_hop, first.history) == (HOPS[0], HOPS[1], ())
-    assert (tail.hop, tail.next_hop, tail.history) == (HOPS[1], None, OPEN.history)
+    assert (first.hop, first.next_hop, first.history, first.grammar) == (HOPS[0], HOPS[1], (), None)
+    assert (tail.hop, tail.next_hop, tail.history, tail.grammar) == (HOPS[1], None, OPEN.history, OPEN.grammar)
 
 
-def test_a_document_of_a_session_without_prefixes_says_nothing_of_them() -> None:
-    document = replace(OPEN, prefix=None).to_wire()
-    assert "prefix" not in document
-    assert OpenDocument.from_wire(over_the_wire(document)).prefix is None
+def test_a_document_of_a_session_without_prefixes_and_grammar_says_nothing_of_them() -> None:
+    document = replace(OPEN, prefix=None, grammar=None).to_wire()
+    assert not {"prefix", "grammar"} & set(document)
+    again = OpenDocument.from_wire(over_the_wire(document))
+    assert (again.prefix, again.grammar) == (None, None)
 
 
-@pytest.mark.parametrize("name", [name for name in OpenDocument.__dataclass_fields__ if name != "prefix"])
+@pytest.mark.parametrize(
+    "name", [name for name in OpenDocument.__dataclass_fields__ if name not in ("prefix", "grammar")]
+)
 def test_every_field_of_an_open_document_must_be_there(name: str) -> None:
     document = changed()
     del document[name]
@@ -313,6 +335,25 @@ def test_every_field_of_an_open_document_must_be_there(name: str) -> None:
                 {"scope": "a", "marks": [[6, "f" * 32]], "keep_at": []},  # beyond what is prefilled
                 {"scope": "a", "marks": [[3, "f" * 32]], "keep_at": [2]},
                 {"scope": "a", "marks": [[3, "f" * 32]], "keep_at": [3.0]},
+            ],
+        ),
+        (
+            "grammar",
+            [
+                None,
+                5,
+                {},
+                {"lark": "start: A"},
+                grammar(lark=""),
+                grammar(lark=5),
+                grammar(lark="\ud800"),
+                grammar(lark="x" * 200_000),
+                grammar(stop_ids=[]),
+                grammar(stop_ids=[-1]),
+                grammar(stop_ids=["2"]),
+                grammar(stop_ids=5),
+                grammar(stop_ids=[1] * 65),
+                grammar(more=1),
             ],
         ),
     ],

@@ -243,3 +243,26 @@ def test_both_ends_of_the_draw_give_a_token_that_was_kept(monkeypatch: pytest.Mo
 def test_broken_logits_are_an_error_and_no_token(broken: list[float], temperature: float) -> None:
     with pytest.raises(HopFailedError, match="broken"):
         choose(torch.tensor(broken), temperature=temperature)
+
+
+def test_a_bias_moves_the_choice_and_not_the_logprob() -> None:
+    logits = logits_of(3)
+    plain = sample(logits, SamplingParams(logprobs=1), [], 0, 0)
+    other = (plain.id + 1) % VOCAB
+    lifted = sample(logits, SamplingParams(logprobs=1, logit_bias=((other, 100.0),)), [], 0, 0)
+    assert lifted.id == other
+    assert lifted.logprob == pytest.approx(float(logits.log_softmax(-1)[other]))
+    assert lifted.top == plain.top
+    assert choose(logits, logit_bias=((plain.id, -100.0),)) != plain.id
+    assert all(choose(logits, at, temperature=1.0, logit_bias=((5, 100.0),)) == 5 for at in range(20))
+
+
+def test_only_what_is_allowed_is_chosen() -> None:
+    allowed = torch.zeros(VOCAB, dtype=torch.bool)
+    allowed[[4, 9]] = True
+    drawn = Counter(
+        sample(logits_of(4), SamplingParams(temperature=2.0, logprobs=0), [], 0, at, allowed).id for at in range(200)
+    )
+    assert set(drawn) == {4, 9}
+    best = max((4, 9), key=lambda token: float(logits_of(4)[token]))
+    assert sample(logits_of(4), SamplingParams(), [], 0, 0, allowed).id == best

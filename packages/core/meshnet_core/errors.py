@@ -13,6 +13,7 @@
     |-- RateLimitedError           429 rate_limited          more requests than one peer may make, with when to retry
     `-- HopError                                             said by, or about, one hop of a route
         |-- BadFrameError          400 bad_frame
+        |-- GrammarError           400 bad_grammar           what an answer cannot be held to, said by the tail
         |-- UnauthorizedError      401 unauthorized
         |-- CacheMissError         409 cache_miss            with a `MissReason`
         |-- TooLargeError          413 too_large
@@ -161,6 +162,13 @@ class HopError(MeshnetError):
 
 class BadFrameError(HopError):
     code = "bad_frame"
+    http_status = 400
+
+
+class GrammarError(HopError):
+    """The tail cannot hold the answer to its grammar; the same request would fail anywhere."""
+
+    code = "bad_grammar"
     http_status = 400
 
 

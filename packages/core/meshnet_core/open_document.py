@@ -7,6 +7,7 @@ from typing import Any
 
 from meshnet_core.dtypes import dtype_bytes
 from meshnet_core.errors import InvalidInputError
+from meshnet_core.grammar import Grammar
 from meshnet_core.ids import check_id
 from meshnet_core.prefix import PrefixTerms
 from meshnet_core.route import Hop, Route
@@ -32,6 +33,7 @@ class OpenDocument:
         step_deadline_ms: time for one step, all hops together.
         history: prompt and answer token ids so far; given to the tail alone, since only it samples.
         prefix: what of the prefill may be taken from what hops hold, and is to be held; None for neither.
+        grammar: what the answer is held to; given to the tail alone; None leaves it free.
     """
 
     session: str
@@ -48,6 +50,7 @@ class OpenDocument:
     step_deadline_ms: int
     history: tuple[int, ...] = ()
     prefix: PrefixTerms | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         check_id(self.session, "session")
@@ -80,9 +83,10 @@ class OpenDocument:
         return self.route.hops[after] if after < len(self.route.hops) else None
 
     def for_hop(self, hop_index: int) -> OpenDocument:
-        """The same terms as another hop is to be told them; the token ids go to the tail alone."""
-        is_tail = hop_index == len(self.route.hops) - 1
-        return replace(self, hop_index=hop_index, history=self.history if is_tail else ())
+        """The same terms as another hop is to be told them; what only sampling needs goes to the tail alone."""
+        if hop_index == len(self.route.hops) - 1:
+            return replace(self, hop_index=hop_index)
+        return replace(self, hop_index=hop_index, history=(), grammar=None)
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -100,6 +104,7 @@ class OpenDocument:
             "step_deadline_ms": self.step_deadline_ms,
             "history": list(self.history),
             **({} if self.prefix is None else {"prefix": self.prefix.to_wire()}),
+            **({} if self.grammar is None else {"grammar": self.grammar.to_wire()}),
         }
 
     @classmethod
@@ -130,6 +135,7 @@ class OpenDocument:
                 step_deadline_ms=whole(document, "step_deadline_ms"),
                 history=_token_ids(document["history"]),
                 prefix=PrefixTerms.from_wire(document["prefix"]) if "prefix" in document else None,
+                grammar=Grammar.from_wire(document["grammar"]) if "grammar" in document else None,
             )
         except KeyError as error:
             raise InvalidInputError(f"the field {error.args[0]} is missing") from error

@@ -10,6 +10,8 @@ from typing import Any
 from meshnet_core.errors import InvalidInputError
 
 MAX_TOP_LOGPROBS = 20  # as the OpenAI API bounds it
+MAX_LOGIT_BIAS = 100.0  # as the OpenAI API bounds it
+MAX_BIASED_TOKENS = 1024  # they travel with every open
 SEED_BITS = 63
 
 
@@ -28,6 +30,7 @@ class SamplingParams:
         frequency_penalty: subtracted per occurrence in the answer.
         seed: the draw at a position is a function of this and the position alone, never of the process.
         logprobs: how many most likely tokens to report beside the chosen one's logprob; None reports nothing.
+        logit_bias: (token id, what is added to its logit) pairs, each id once; at most `MAX_BIASED_TOKENS`.
     """
 
     temperature: float = 0.0
@@ -39,6 +42,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int = 0
     logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -60,6 +64,18 @@ class SamplingParams:
             raise InvalidInputError(f"seed must be a whole number from 0 to 2^{SEED_BITS} - 1, not {self.seed!r}")
         if self.logprobs is not None and (not _is_int(self.logprobs) or not 0 <= self.logprobs <= MAX_TOP_LOGPROBS):
             raise InvalidInputError(f"logprobs must be from 0 to {MAX_TOP_LOGPROBS}, not {self.logprobs!r}")
+        self._check_bias()
+
+    def _check_bias(self) -> None:
+        bias = self.logit_bias
+        if len(bias) > MAX_BIASED_TOKENS or len({token for token, _ in bias}) < len(bias):
+            raise InvalidInputError(f"logit_bias takes at most {MAX_BIASED_TOKENS} tokens, each once")
+        for token, value in bias:
+            if not _is_int(token) or token < 0 or not _is_number(value) or abs(value) > MAX_LOGIT_BIAS:
+                raise InvalidInputError(
+                    f"logit_bias gives token ids numbers from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}, "
+                    f"not {token!r}: {value!r}"
+                )
 
     @property
     def greedy(self) -> bool:
@@ -72,7 +88,10 @@ class SamplingParams:
 
     def to_wire(self) -> dict[str, Any]:
         """JSON-ready form; only what differs from the default."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        document = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if self.logit_bias:
+            document["logit_bias"] = [list(pair) for pair in self.logit_bias]
+        return document
 
     @classmethod
     def from_wire(cls, document: object) -> SamplingParams:
@@ -82,7 +101,7 @@ class SamplingParams:
         unknown = set(document) - {f.name for f in fields(cls)}
         if unknown:
             raise InvalidInputError(f"unknown sampling fields: {', '.join(sorted(map(str, unknown)))}")
-        return cls(**document)
+        return cls(**{**document, "logit_bias": _pairs(document.get("logit_bias", []))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +140,14 @@ def uniform_draw(seed: int, position: int) -> float:
     key = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
     digest = hashlib.blake2b(key, digest_size=8, person=b"meshnet-draw").digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _pairs(value: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in value):
+        raise InvalidInputError("logit_bias must be a list of [token id, number] pairs")
+    if any(isinstance(part, list | dict) for pair in value for part in pair):
+        raise InvalidInputError("logit_bias must be a list of [token id, number] pairs")
+    return tuple((token, bias) for token, bias in value)
 
 
 def _is_number(value: object) -> bool:

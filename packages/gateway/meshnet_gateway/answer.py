@@ -1,6 +1,6 @@
-"""One answer's text: tokens in, pieces of text out, up to where it ends. Knows no HTTP and no JSON shape of an API.
+"""One answer: tokens in, pieces of it out, up to where it ends. Knows no HTTP and no JSON shape of an API.
 
-tokens ── decoder (whole characters) ── stop scanner (holds back what may be a stop string) ── pieces
+tokens ── decoder (whole characters) ── stop scanner (holds back what may be a stop string) ── reader (parts) ── pieces
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from dataclasses import dataclass
 
 from meshnet_core.errors import MeshnetError
 from meshnet_core.sampling import SampledToken
+from meshnet_gateway.answer_parts import Part, PlainText, TextReader
 from meshnet_gateway.generation import PrefillProgress
 from meshnet_gateway.ports import GenerationLike
 from meshnet_gateway.stop_strings import StopScanner
 from meshnet_gateway.text_model import TextModel
+from meshnet_gateway.tool_format import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of the answer, never empty of both: ``tokens`` is filled only where logprobs were asked for."""
+    """Some parts of the answer, never empty of both: ``tokens`` is filled only where logprobs were asked for."""
 
-    text: str
+    parts: tuple[Part, ...]
     tokens: tuple[SampledToken, ...] = ()
 
 
@@ -32,22 +34,31 @@ class Answer:
         generation: read to its end or to a stop string; the caller closes it.
         model: of the generation.
         stops: stop strings.
+        reader: tells the parts of the text.
         logprobs: whether pieces carry the tokens that they come from.
 
     Attributes:
-        finish_reason: ``"stop"`` or ``"length"`` once it has ended.
+        finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"`` once it has ended.
         completion_tokens: tokens that the model made so far.
     """
 
     def __init__(
-        self, generation: GenerationLike, model: TextModel, stops: Sequence[str], *, logprobs: bool = False
+        self,
+        generation: GenerationLike,
+        model: TextModel,
+        stops: Sequence[str],
+        reader: TextReader | None = None,
+        *,
+        logprobs: bool = False,
     ) -> None:
         self.finish_reason: str | None = None
         self.completion_tokens = 0
         self._generation = generation
         self._decoder = model.decoder()
         self._scanner = StopScanner(stops)
+        self._reader = reader or PlainText()
         self._tokens = _TokensInText() if logprobs else None
+        self._calls = False
 
     async def events(self) -> AsyncGenerator[PrefillProgress | Piece]:
         """Progress of the prefill, then pieces; together they are the whole text.
@@ -65,8 +76,7 @@ class Answer:
                 if piece := self._take(event):
                     yield piece
                 if self._scanner.found is not None:
-                    self.finish_reason = "stop"
-                    return
+                    break
         except MeshnetError as error:
             failure = error
         if piece := self._rest(broken_off=failure is not None):
@@ -74,24 +84,31 @@ class Answer:
         if failure is not None:
             raise failure
         self.finish_reason = "stop" if self._scanner.found is not None else self._generation.finish_reason
+        if self._calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
 
     def _take(self, token: SampledToken) -> Piece | None:
         decoded = self._decoder.feed(token.id)
         text = self._scanner.feed(decoded)
+        parts = self._reader.feed(text) if text else []
         if self._tokens is None:
-            return Piece(text) if text else None
+            return self._piece(parts)
         self._tokens.add(token, len(decoded))
-        tokens = self._tokens.covered_by(len(text), cut=self._scanner.found is not None)
-        return Piece(text, tokens) if text or tokens else None
+        return self._piece(parts, self._tokens.covered_by(len(text), cut=self._scanner.found is not None))
 
     def _rest(self, *, broken_off: bool) -> Piece | None:
-        decoded = "" if broken_off else self._decoder.flush()
+        decoded = "" if broken_off or self._scanner.found is not None else self._decoder.flush()
         text = self._scanner.feed(decoded) + self._scanner.flush()
+        parts = [*self._reader.feed(text), *self._reader.flush()]
         tokens: tuple[SampledToken, ...] = ()
         if self._tokens is not None:
             cut = self._scanner.found is not None
             tokens = self._tokens.covered_by(len(text), cut=cut, end=not (broken_off or cut))
-        return Piece(text, tokens) if text or tokens else None
+        return self._piece(parts, tokens)
+
+    def _piece(self, parts: list[Part], tokens: tuple[SampledToken, ...] = ()) -> Piece | None:
+        self._calls = self._calls or any(isinstance(part, ToolCall) for part in parts)
+        return Piece(tuple(parts), tokens) if parts or tokens else None
 
 
 class _TokensInText:

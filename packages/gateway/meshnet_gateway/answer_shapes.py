@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from meshnet_core.sampling import SampledToken
+from meshnet_gateway.answer_parts import Content, Part, Reasoning
 from meshnet_gateway.text_model import TextModel
+from meshnet_gateway.tool_format import ToolCall
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's figure for "not among the likely ones"; JSON has no infinity
 
@@ -32,31 +34,39 @@ class Usage:
         }
 
 
+@dataclass(slots=True)
+class Choice:
+    """One of a request's answers, as it has come together."""
+
+    index: int
+    parts: list[Part] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish: str | None = None
+
+
 class AnswerShape(Protocol):
-    """Writes one answer as an endpoint's clients expect it."""
+    """Writes answers as an endpoint's clients expect them. ``index`` is the place of an answer among the request's."""
 
     id: str
 
-    def whole(
-        self, text: str, tokens: Iterable[SampledToken], finish: str | None, usage: Usage, meshnet: dict[str, Any]
-    ) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: Usage, meshnet: dict[str, Any]) -> dict[str, Any]:
         """The answer that is not streamed."""
         ...
 
-    def opening(self) -> dict[str, Any] | None:
-        """The chunk before any text; None where the endpoint has none."""
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The chunks before any text."""
         ...
 
-    def piece(self, text: str, tokens: Iterable[SampledToken]) -> dict[str, Any]:
-        """A chunk of text."""
+    def piece(self, index: int, parts: Sequence[Part], tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+        """The chunks for some parts."""
         ...
 
-    def closing(self, finish: str | None, meshnet: dict[str, Any]) -> dict[str, Any]:
-        """The chunk that tells how the answer ended."""
+    def closing(self, index: int, finish: str | None, meshnet: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks that tell how one answer ended."""
         ...
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """The chunk after it, where usage was asked for."""
+        """The chunk after all of them, where usage was asked for."""
         ...
 
 
@@ -87,10 +97,10 @@ class _Shape:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
         return {**head, "choices": choices, **more}
 
-    def _chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def _chunk(self, index: int, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
         if self.with_usage:
             more = {"usage": None, **more}
-        return self._document(self.chunk_object, [{"index": 0, **choice}], **more)
+        return self._document(self.chunk_object, [{"index": index, **choice}], **more)
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         return self._document(self.chunk_object, [], usage=usage.to_json())
@@ -106,27 +116,59 @@ class ChatShape(_Shape):
     id_prefix: ClassVar[str] = "chatcmpl"
     whole_object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
+    _calls: dict[int, int] = field(init=False, default_factory=dict)  # calls streamed so far, by answer
 
-    def whole(
-        self, text: str, tokens: Iterable[SampledToken], finish: str | None, usage: Usage, meshnet: dict[str, Any]
-    ) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(tokens),
-            "finish_reason": finish,
-        }
-        return self._document(self.whole_object, [choice], usage=usage.to_json(), meshnet=meshnet)
+    def whole(self, choices: Sequence[Choice], usage: Usage, meshnet: dict[str, Any]) -> dict[str, Any]:
+        written = [
+            {
+                "index": choice.index,
+                "message": self._message(choice.parts),
+                "logprobs": self._logprobs(choice.tokens),
+                "finish_reason": choice.finish,
+            }
+            for choice in choices
+        ]
+        return self._document(self.whole_object, written, usage=usage.to_json(), meshnet=meshnet)
 
-    def opening(self) -> dict[str, Any] | None:
+    def opening(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        return self._chunk({"delta": delta, "logprobs": None, "finish_reason": None})
+        return [self._chunk(index, {"delta": delta, "logprobs": None, "finish_reason": None})]
 
-    def piece(self, text: str, tokens: Iterable[SampledToken]) -> dict[str, Any]:
-        return self._chunk({"delta": {"content": text}, "logprobs": self._logprobs(tokens), "finish_reason": None})
+    def piece(self, index: int, parts: Sequence[Part], tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+        deltas = [delta for part in parts for delta in self._deltas(index, part)] or [{"content": ""}]
+        chunks = []
+        for at, delta in enumerate(deltas):
+            logprobs = self._logprobs(tokens if at == 0 else ())
+            chunks.append(self._chunk(index, {"delta": delta, "logprobs": logprobs, "finish_reason": None}))
+        return chunks
 
-    def closing(self, finish: str | None, meshnet: dict[str, Any]) -> dict[str, Any]:
-        return self._chunk({"delta": {}, "logprobs": None, "finish_reason": finish}, meshnet=meshnet)
+    def closing(self, index: int, finish: str | None, meshnet: dict[str, Any]) -> list[dict[str, Any]]:
+        return [self._chunk(index, {"delta": {}, "logprobs": None, "finish_reason": finish}, meshnet=meshnet)]
+
+    def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _deltas(self, index: int, part: Part) -> list[dict[str, Any]]:
+        if isinstance(part, Content):
+            return [{"content": part.text}]
+        if isinstance(part, Reasoning):
+            return [{"reasoning_content": part.text}]
+        at = self._calls.get(index, 0)
+        self._calls[index] = at + 1
+        whole = _call(part)
+        head = {**whole, "index": at, "function": {"name": part.name, "arguments": ""}}
+        return [
+            {"tool_calls": [head]},
+            {"tool_calls": [{"index": at, "function": {"arguments": part.arguments}}]},
+        ]
 
     def _logprobs(self, tokens: Iterable[SampledToken]) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -145,29 +187,43 @@ class ChatShape(_Shape):
 
 @dataclass(slots=True)
 class CompletionShape(_Shape):
-    """``text_completion``, whose chunks look like the whole."""
+    """``text_completion``, whose chunks look like the whole.
+
+    Args:
+        echoed: the prompt of each answer, where it is to come before the answer's text.
+    """
 
     id_prefix: ClassVar[str] = "cmpl"
     whole_object: ClassVar[str] = "text_completion"
     chunk_object: ClassVar[str] = "text_completion"
-    _offset: int = field(init=False, default=0)  # characters written by the tokens so far
+    echoed: Mapping[int, str] = field(default_factory=dict)
+    _offsets: dict[int, int] = field(init=False, default_factory=dict)  # characters written by an answer's tokens
 
-    def whole(
-        self, text: str, tokens: Iterable[SampledToken], finish: str | None, usage: Usage, meshnet: dict[str, Any]
-    ) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": finish}
-        return self._document(self.whole_object, [choice], usage=usage.to_json(), meshnet=meshnet)
+    def whole(self, choices: Sequence[Choice], usage: Usage, meshnet: dict[str, Any]) -> dict[str, Any]:
+        written = [
+            {
+                "index": choice.index,
+                "text": self.echoed.get(choice.index, "") + _text(choice.parts),
+                "logprobs": self._logprobs(choice.index, choice.tokens),
+                "finish_reason": choice.finish,
+            }
+            for choice in choices
+        ]
+        return self._document(self.whole_object, written, usage=usage.to_json(), meshnet=meshnet)
 
-    def opening(self) -> dict[str, Any] | None:
-        return None
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        if not (prompt := self.echoed.get(index)):
+            return []
+        return [self._chunk(index, {"text": prompt, "logprobs": None, "finish_reason": None})]
 
-    def piece(self, text: str, tokens: Iterable[SampledToken]) -> dict[str, Any]:
-        return self._chunk({"text": text, "logprobs": self._logprobs(tokens), "finish_reason": None})
+    def piece(self, index: int, parts: Sequence[Part], tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+        logprobs = self._logprobs(index, tokens)
+        return [self._chunk(index, {"text": _text(parts), "logprobs": logprobs, "finish_reason": None})]
 
-    def closing(self, finish: str | None, meshnet: dict[str, Any]) -> dict[str, Any]:
-        return self._chunk({"text": "", "logprobs": None, "finish_reason": finish}, meshnet=meshnet)
+    def closing(self, index: int, finish: str | None, meshnet: dict[str, Any]) -> list[dict[str, Any]]:
+        return [self._chunk(index, {"text": "", "logprobs": None, "finish_reason": finish}, meshnet=meshnet)]
 
-    def _logprobs(self, tokens: Iterable[SampledToken]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, tokens: Iterable[SampledToken]) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -176,9 +232,18 @@ class CompletionShape(_Shape):
             columns["tokens"].append(text)
             columns["token_logprobs"].append(_finite(token.logprob))
             columns["top_logprobs"].append({self._text_of(other): _finite(logprob) for other, logprob in token.top})
-            columns["text_offset"].append(self._offset)
-            self._offset += len(text)
+            columns["text_offset"].append(self._offsets.get(index, 0))
+            self._offsets[index] = self._offsets.get(index, 0) + len(text)
         return columns
+
+
+def _text(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Content))
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def _finite(logprob: float | None) -> float:

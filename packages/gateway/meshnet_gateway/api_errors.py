@@ -11,6 +11,7 @@ from meshnet_core.errors import (
     CacheFullError,
     DeadlineError,
     DrainingError,
+    GrammarError,
     HopError,
     MeshnetError,
     ModelNotFoundError,
@@ -19,11 +20,16 @@ from meshnet_core.errors import (
 from meshnet_gateway.api_fields import UNSUPPORTED
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter", UNSUPPORTED: UNSUPPORTED}
+_CODES = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "missing_field": "missing_required_parameter",
+    UNSUPPORTED: UNSUPPORTED,
+}
 _BAD_GATEWAY = 502
 RETRY_AFTER_S = 10  # what a client is told that waited for room in vain
-# Refusals of a hop that a client can act on, by waiting. Of the others the gateway is the author, not the client.
-_PASSED_ON = (CacheFullError, DrainingError, DeadlineError)
+# Refusals of a hop that a client can act on, by waiting or by another schema. Of the others the gateway is the author.
+_PASSED_ON = (CacheFullError, DrainingError, DeadlineError, GrammarError)
 
 
 class ErrorFields(BaseModel):
@@ -92,6 +98,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[int
     location = list(error["loc"])[1:]
     context = error.get("ctx") or {}
     param = str(context["at"]) if "at" in context else _param(location, body, missing=kind == "missing")
+    if "within" in context:  # a field of the object that the error is about
+        param = f"{param}.{context['within']}" if param else str(context["within"])
     message = _message(kind, str(error["msg"]), param)
     return 400, error_object(400, message, param=param, code=_CODES.get(kind, "invalid_value"))
 
@@ -101,7 +109,7 @@ def _message(kind: str, said: str, param: str | None) -> str:
         return f"unknown parameter {param!r}; it is none of this API's"
     if kind == "missing":
         return "the request body is missing; a JSON object is expected" if param is None else f"{param} is required"
-    if kind in (UNSUPPORTED, "invalid_value"):
+    if kind in (UNSUPPORTED, "invalid_value", "missing_field"):
         return said
     return f"{param}: {said}" if param else f"the request body: {said}; a JSON object is expected"
 

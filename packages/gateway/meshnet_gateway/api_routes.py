@@ -15,11 +15,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from meshnet_core import __version__
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.errors import MeshnetError, ModelNotFoundError
-from meshnet_gateway.answer_shapes import ChatShape, CompletionShape
 from meshnet_gateway.api_errors import ErrorBody
 from meshnet_gateway.api_types import ChatRequest, CompletionRequest, GenerationFields
 from meshnet_gateway.event_stream import ClientGoneError, EventStream, while_connected
-from meshnet_gateway.jobs import FAREWELL, Job, Jobs, make_job, outcome_of
+from meshnet_gateway.job_kinds import chat_job, completion_job
+from meshnet_gateway.jobs import FAREWELL, Job, Jobs, outcome_of
 from meshnet_gateway.ports import Mesh, TextModels
 from meshnet_gateway.status import GatewayFigures
 
@@ -55,10 +55,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
     async def prepare() -> Job:
         model = await door_of(request).texts.get(body.model)
-        messages = [message.for_template() for message in body.messages]
-        prompt = await asyncio.to_thread(model.render_chat, messages)
-        shape = ChatShape(model, bool(body.logprobs), body.include_usage)
-        return make_job(endpoint_of(request), body, model, prompt, shape, "messages")
+        return await asyncio.to_thread(chat_job, endpoint_of(request), body, model)
 
     return await _answer(request, body, prepare)
 
@@ -69,10 +66,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 
     async def prepare() -> Job:
         model = await door_of(request).texts.get(body.model)
-        written = body.one_prompt
-        prompt = await asyncio.to_thread(model.encode, written) if isinstance(written, str) else tuple(written)
-        shape = CompletionShape(model, body.logprobs is not None, body.include_usage)
-        return make_job(endpoint_of(request), body, model, prompt, shape, "prompt")
+        return await asyncio.to_thread(completion_job, endpoint_of(request), body, model)
 
     return await _answer(request, body, prepare)
 

@@ -13,12 +13,18 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from meshnet_core.errors import RequestRefusedError
-from meshnet_core.sampling import MAX_TOP_LOGPROBS, SEED_BITS, SamplingParams
-from meshnet_gateway.api_fields import Body, Text, neutral_only, refusal
+from meshnet_core.sampling import MAX_BIASED_TOKENS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SEED_BITS, SamplingParams
+from meshnet_gateway.api_fields import UNSUPPORTED, Body, Text, neutral_only
+from meshnet_gateway.api_messages import Messages
+from meshnet_gateway.api_tools import MAX_TOOLS, NamedTool, ResponseFormat, Tool
 
 MAX_STOPS = 4
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that all seeds of a request differ (Steele et al. 2014)
 MAX_LEGACY_LOGPROBS = 5
+MAX_CHOICES = 128  # answers to one request, as the OpenAI API bounds n
 LEGACY_MAX_TOKENS = 16  # what OpenAI's /v1/completions takes where max_tokens is absent
+
+_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}\z")]
 
 
 def _one_or_list(value: Any) -> Any:
@@ -64,11 +70,19 @@ class GenerationFields(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^[0-9]{1,9}\z")],
+                Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)],
+            ],
+            Field(max_length=MAX_BIASED_TOKENS),
+        ]
+        | None
+    ) = None
     user: Text | None = None
     meshnet: MeshnetOptions = MeshnetOptions()
-
-    n: Annotated[Any, neutral_only("n", "one answer per request", 1)] = None
-    logit_bias: Annotated[Any, neutral_only("logit_bias", "the nodes know no biases yet", {})] = None
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Self:
@@ -81,6 +95,17 @@ class GenerationFields(Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def client_user(self) -> str | None:
+        """Whom the client asks for, for the log."""
+        return self.user
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds of the answers to one prompt: the request's own, and for further answers others that follow from it."""
+        first = secrets.randbits(SEED_BITS) if self.seed is None else self.seed
+        return [(first + index * _SEED_STEP) % 2**SEED_BITS for index in range(self.n or 1)]
 
     @property
     def token_limit(self) -> int | None:
@@ -97,8 +122,8 @@ class GenerationFields(Body):
         """How many tokens to report beside the chosen one's logprob; None for no report."""
         return None
 
-    def sampling(self) -> SamplingParams:
-        """The parameters as the nodes take them, with OpenAI's defaults; an absent seed is minted here.
+    def sampling(self, seed: int | None = None) -> SamplingParams:
+        """The parameters as the nodes take them, with OpenAI's defaults, for the first answer or one of the `seeds`.
 
         A ``top_p`` of 0 leaves the most likely token alone, as OpenAI's does; of a negative seed the low 63 bits count.
         """
@@ -113,80 +138,47 @@ class GenerationFields(Body):
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            seed=secrets.randbits(SEED_BITS) if self.seed is None else self.seed & (2**SEED_BITS - 1),
+            seed=self.seeds[0] if seed is None else seed,
             logprobs=self.top_logprobs_wanted,
+            logit_bias=tuple(sorted({int(token): bias for token, bias in (self.logit_bias or {}).items()}.items())),
         )
 
 
-def _text_part_only(value: Any) -> Any:
-    if isinstance(value, str) and value != "text":
-        raise refusal(f"a content part of type {value!r}", "messages are text; only parts of type 'text' are accepted")
-    return value
-
-
-class TextPart(Body):
-    type: Annotated[Literal["text"], BeforeValidator(_text_part_only)]
-    text: Text
-
-
-def _known_role(value: Any) -> Any:
-    if value in ("tool", "function"):
-        raise refusal(f"role {value!r}", "tools are not supported yet")
-    return value
-
-
-_NO_TOOLS = "tools are not supported yet"
+_DEPRECATED = "it is deprecated; use tools and tool_choice"
 _NO_AUDIO = "answers are text"
-
-
-class Message(Body):
-    """One message. ``developer`` is given to the model's template as ``system``, which is what templates know."""
-
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_known_role)]
-    content: Annotated[
-        Annotated[Text, Tag("string")] | Annotated[list[TextPart], Tag("parts")],
-        Discriminator(lambda value: "parts" if isinstance(value, list) else "string"),
-    ]
-    name: Annotated[Any, neutral_only("name", "chat templates know roles, not names")] = None
-    refusal: Annotated[Any, neutral_only("refusal", "templates know no refusals")] = None
-    annotations: Annotated[Any, neutral_only("annotations", "templates know none", [])] = None
-    audio: Annotated[Any, neutral_only("audio", _NO_AUDIO)] = None
-    tool_calls: Annotated[Any, neutral_only("tool_calls", _NO_TOOLS, [])] = None
-    tool_call_id: Annotated[Any, neutral_only("tool_call_id", _NO_TOOLS)] = None
-    function_call: Annotated[Any, neutral_only("function_call", _NO_TOOLS)] = None
-
-    def for_template(self) -> dict[str, str]:
-        """Role and content as one string; text parts are joined by line breaks."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
 class ChatRequest(GenerationFields):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    response_format: Annotated[
-        Any, neutral_only("response_format", "answers are not constrained yet", {"type": "text"})
-    ] = None
-    tools: Annotated[Any, neutral_only("tools", _NO_TOOLS, [])] = None
-    tool_choice: Annotated[Any, neutral_only("tool_choice", _NO_TOOLS, "none")] = None
-    parallel_tool_calls: Annotated[Any, neutral_only("parallel_tool_calls", _NO_TOOLS)] = None
-    functions: Annotated[Any, neutral_only("functions", _NO_TOOLS, [])] = None
-    function_call: Annotated[Any, neutral_only("function_call", _NO_TOOLS, "none")] = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("tool")],
+            Discriminator(lambda value: "word" if isinstance(value, str) else "tool"),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    safety_identifier: Text | None = None
+
+    functions: Annotated[Any, neutral_only("functions", _DEPRECATED, [])] = None
+    function_call: Annotated[Any, neutral_only("function_call", _DEPRECATED, "none")] = None
     audio: Annotated[Any, neutral_only("audio", _NO_AUDIO)] = None
     modalities: Annotated[Any, neutral_only("modalities", _NO_AUDIO, ["text"])] = None
     prediction: Annotated[Any, neutral_only("prediction", "nothing is speculated yet")] = None
-    reasoning_effort: Annotated[Any, neutral_only("reasoning_effort", "templates are not told of it yet")] = None
     verbosity: Annotated[Any, neutral_only("verbosity", "templates know none")] = None
     metadata: Annotated[Any, neutral_only("metadata", "nothing is stored", {})] = None
     store: Annotated[Any, neutral_only("store", "nothing is stored", False)] = None
     service_tier: Annotated[Any, neutral_only("service_tier", "there is one tier", "auto", "default")] = None
     moderation: Annotated[Any, neutral_only("moderation", "nothing is moderated")] = None
-    safety_identifier: Annotated[Any, neutral_only("safety_identifier", "nothing is moderated")] = None
     prompt_cache_key: Annotated[Any, neutral_only("prompt_cache_key", "no prefix is kept yet")] = None
     prompt_cache_options: Annotated[Any, neutral_only("prompt_cache_options", "no prefix is kept yet")] = None
     prompt_cache_retention: Annotated[Any, neutral_only("prompt_cache_retention", "no prefix is kept yet")] = None
@@ -203,7 +195,25 @@ class ChatRequest(GenerationFields):
                 "max_tokens and max_completion_tokens mean the same and differ; give one of them",
                 {"at": "max_tokens"},
             )
+        self._check_tools()
         return self
+
+    @property
+    def client_user(self) -> str | None:
+        return self.user or self.safety_identifier
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("invalid_value", "two tools have the same name", {"at": "tools"})
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise PydanticCustomError(
+                "invalid_value", "tool_choice names a function that is none of the tools", {"at": "tool_choice"}
+            )
+        for field in ("tool_choice", "parallel_tool_calls"):
+            if not names and getattr(self, field) not in (None, "none"):
+                raise PydanticCustomError("invalid_value", "{at} needs tools", {"at": field})
 
     @property
     def token_limit(self) -> int | None:
@@ -219,14 +229,27 @@ class ChatRequest(GenerationFields):
 
 
 class CompletionRequest(GenerationFields):
-    """Body of POST /v1/completions: a prompt as text or token ids, or a list that holds one such prompt."""
+    """Body of POST /v1/completions: a prompt as text or token ids, or a list of such prompts."""
 
     prompt: Text | list[int] | list[Text] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
 
-    best_of: Annotated[Any, neutral_only("best_of", "one answer per request", 1)] = None
-    echo: Annotated[Any, neutral_only("echo", "the prompt's logprobs are not computed", False)] = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
     suffix: Annotated[Any, neutral_only("suffix", "models here only write on", "")] = None
+
+    @model_validator(mode="after")
+    def _fits_what_is_there(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise PydanticCustomError(
+                UNSUPPORTED, "best_of is not supported: no answers are made to be thrown away (only n is accepted)",
+                {"at": "best_of"},
+            )  # fmt: skip
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError(
+                UNSUPPORTED, "echo is not supported with logprobs: the prompt's are not computed", {"at": "echo"}
+            )
+        return self
 
     @property
     def token_limit(self) -> int | None:
@@ -237,19 +260,24 @@ class CompletionRequest(GenerationFields):
         return self.logprobs
 
     @property
-    def one_prompt(self) -> str | list[int]:
-        """The prompt.
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, each of which gets ``n`` answers.
 
         Raises:
-            RequestRefusedError: on a list of several prompts, or of none.
+            RequestRefusedError: on an empty list, or more answers than one request may have.
         """
         prompt = self.prompt
+        prompts: list[str] | list[list[int]]
         if isinstance(prompt, str):
-            return prompt
-        if prompt and all(isinstance(item, int) for item in prompt):
-            return [item for item in prompt if isinstance(item, int)]
-        if len(prompt) == 1 and isinstance(prompt[0], str | list):
-            return prompt[0]
-        raise RequestRefusedError(
-            f"prompt holds {len(prompt)} prompts; one request takes exactly one prompt", param="prompt"
-        )
+            prompts = [prompt]
+        elif prompt and all(isinstance(item, int) for item in prompt):
+            prompts = [[item for item in prompt if isinstance(item, int)]]
+        else:
+            prompts = prompt  # type: ignore[assignment]  # validated: all texts, or all lists of ids
+        if not 0 < len(prompts) * (self.n or 1) <= MAX_CHOICES:
+            raise RequestRefusedError(
+                f"prompt holds {len(prompts)} prompts, and n is {self.n or 1}; "
+                f"a request has 1 to {MAX_CHOICES} answers in all",
+                param="prompt",
+            )
+        return prompts

@@ -31,6 +31,7 @@ from meshnet_core.errors import (
     RequestRefusedError,
 )
 from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, Phase
+from meshnet_core.grammar import Grammar
 from meshnet_core.ids import mint_session_id
 from meshnet_core.open_document import OpenDocument
 from meshnet_core.route import Route
@@ -85,6 +86,7 @@ class GenerationRequest:
         cache: False takes the stateless path from the start.
         recovery: how lost state is made again; None takes the engine's way.
         prefix: what it may take from sessions before it and leave to others; None for neither.
+        grammar: what the answer is held to; None leaves it free.
     """
 
     model: str
@@ -95,6 +97,7 @@ class GenerationRequest:
     cache: bool = True
     recovery: Replay | None = None
     prefix: PrefixWish | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +385,7 @@ class Generation:
             step_deadline_ms=self._engine.step_deadline_ms,
             history=tokens,
             prefix=self._prefix.terms(tokens, cached=not self._history.stateless),
+            grammar=self._request.grammar,
         )
         try:
             self._prefix.agree(await self._calls.open(whole))

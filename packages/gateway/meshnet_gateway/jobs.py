@@ -6,18 +6,20 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from meshnet_core.errors import MeshnetError, RequestRefusedError
-from meshnet_core.sampling import SampledToken
+from meshnet_core.grammar import Grammar
 from meshnet_gateway.answer import Answer, Piece
-from meshnet_gateway.answer_shapes import AnswerShape, Usage
+from meshnet_gateway.answer_parts import PlainText, TextReader
+from meshnet_gateway.answer_shapes import AnswerShape, Choice, Usage
 from meshnet_gateway.api_errors import ContextLengthError, error_object, from_mesh, http_status
 from meshnet_gateway.api_types import GenerationFields
 from meshnet_gateway.generation import GenerationRequest, PrefillProgress
+from meshnet_gateway.interleaved import interleaved
 from meshnet_gateway.ports import Engine, GenerationLike
 from meshnet_gateway.recovery import Replay
 from meshnet_gateway.releases import Releases
@@ -35,42 +37,68 @@ class Job:
         endpoint: ``chat`` or ``completions``, for the figures.
         fields: as the client sent them.
         model: of the request.
-        request: for the engine.
-        shape: writes the answer.
+        requests: for the engine, one for each answer.
+        prompt_tokens: of the request's prompts, each counted once.
+        shape: writes the answers.
+        reader: makes what tells the parts of one answer.
     """
 
     endpoint: str
     fields: GenerationFields
     model: TextModel
-    request: GenerationRequest
+    requests: tuple[GenerationRequest, ...]
+    prompt_tokens: int
     shape: AnswerShape
+    reader: Callable[[], TextReader] = PlainText
 
 
 def make_job(
-    endpoint: str, fields: GenerationFields, model: TextModel, prompt: tuple[int, ...], shape: AnswerShape, param: str
+    endpoint: str,
+    fields: GenerationFields,
+    model: TextModel,
+    prompts: Sequence[tuple[int, ...]],
+    shape: AnswerShape,
+    param: str,
+    *,
+    grammar: Grammar | None = None,
+    reader: Callable[[], TextReader] = PlainText,
 ) -> Job:
-    """A job for a prompt in token ids; ``param`` names the field that it comes from.
+    """A job for prompts in token ids, with ``n`` answers to each; ``param`` names the field that they come from.
 
     Raises:
-        RequestRefusedError: the prompt is empty, holds ids that the model lacks, or leaves no room for an answer.
+        RequestRefusedError: a prompt is empty, holds ids that the model lacks, or leaves no room for an answer; or
+            ``logit_bias`` names such ids.
     """
-    if not prompt:
-        raise RequestRefusedError(f"{param} makes no token; say something", param=param)
-    if strays := [token for token in prompt if not 0 <= token < model.vocab_size]:
+    requests = []
+    for prompt in prompts:
+        if not prompt:
+            raise RequestRefusedError(f"{param} makes no token; say something", param=param)
+        _check_ids(prompt, model, param)
+        limit = token_limit(fields, model, len(prompt), param)
+        for seed in fields.seeds:
+            sampling = fields.sampling(seed)
+            _check_ids([token for token, _ in sampling.logit_bias], model, "logit_bias")
+            requests.append(
+                GenerationRequest(
+                    model=fields.model,
+                    prompt_ids=prompt,
+                    max_tokens=limit,
+                    sampling=sampling,
+                    stop_ids=model.stop_ids,
+                    cache=fields.meshnet.cache == "on",
+                    recovery=Replay(fields.meshnet.recovery) if fields.meshnet.recovery else None,
+                    grammar=grammar,
+                )
+            )
+    return Job(endpoint, fields, model, tuple(requests), sum(map(len, prompts)), shape, reader)
+
+
+def _check_ids(ids: Iterable[int], model: TextModel, param: str) -> None:
+    if strays := [token for token in ids if not 0 <= token < model.vocab_size]:
         raise RequestRefusedError(
             f"{param} holds token id {strays[0]}; those of {model.name} are from 0 to {model.vocab_size - 1}",
             param=param,
         )
-    request = GenerationRequest(
-        model=fields.model,
-        prompt_ids=prompt,
-        max_tokens=token_limit(fields, model, len(prompt), param),
-        sampling=fields.sampling(),
-        stop_ids=model.stop_ids,
-        cache=fields.meshnet.cache == "on",
-        recovery=Replay(fields.meshnet.recovery) if fields.meshnet.recovery else None,
-    )
-    return Job(endpoint, fields, model, request, shape)
 
 
 def token_limit(fields: GenerationFields, model: TextModel, prompt_length: int, param: str) -> int:
@@ -111,44 +139,49 @@ class Jobs:
         self._releases = releases
 
     async def whole(self, job: Job) -> dict[str, Any]:
-        """The answer as one JSON object.
+        """The answers as one JSON object.
 
         Raises:
-            MeshnetError: the mesh could not make it.
+            MeshnetError: the mesh could not make one of them.
         """
-        texts: list[str] = []
-        tokens: list[SampledToken] = []
-        async with self._running(job) as run:
-            async with aclosing(run.events()) as events:
-                async for event in events:
+        choices = [Choice(index) for index in range(len(job.requests))]
+        async with self._running(job) as runs:
+            async with aclosing(interleaved([run.events() for run in runs])) as events:
+                async for index, event in events:
                     if isinstance(event, Piece):
-                        texts.append(event.text)
-                        tokens.extend(event.tokens)
-            return job.shape.whole("".join(texts), tokens, run.answer.finish_reason, run.usage(), run.report())
+                        choices[index].parts.extend(event.parts)
+                        choices[index].tokens.extend(event.tokens)
+            for choice, run in zip(choices, runs, strict=True):
+                choice.finish = run.answer.finish_reason
+            return job.shape.whole(choices, _usage(job, runs), _report(runs))
 
     async def streamed(self, job: Job) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events, with comment lines that tell the progress of the prefill.
+        """The answers as server-sent events, with comment lines that tell the progress of the prefill.
 
         Raises:
             MeshnetError: before anything was yielded; once something was, an error is an event.
         """
-        begun = opened = False  # something was sent; the answer itself was begun
+        begun = False  # something was sent
+        opened: set[int] = set()  # answers that have begun
+        shape = job.shape
         try:
-            async with self._running(job) as run, aclosing(run.events()) as events:
-                async for event in events:
-                    begun = True
-                    if isinstance(event, PrefillProgress):
-                        yield f": meshnet prefill {event.done}/{event.total}\n\n".encode()
-                    elif not opened and (opening := job.shape.opening()) is not None:
-                        yield _data(opening) + _data(job.shape.piece(event.text, event.tokens))
-                    else:
-                        yield _data(job.shape.piece(event.text, event.tokens))
-                    opened = opened or isinstance(event, Piece)
-                if not opened and (opening := job.shape.opening()) is not None:
-                    yield _data(opening)
-                ending = _data(job.shape.closing(run.answer.finish_reason, run.report()))
-                if job.fields.include_usage:
-                    ending += _data(job.shape.usage(run.usage()))
+            async with self._running(job) as runs:
+                async with aclosing(interleaved([run.events() for run in runs])) as events:
+                    async for index, event in events:
+                        if isinstance(event, PrefillProgress):
+                            begun = True
+                            yield f": meshnet prefill {event.done}/{event.total}\n\n".encode()
+                            continue
+                        chunks = [] if index in opened else shape.opening(index)
+                        opened.add(index)
+                        if event is not None:
+                            chunks += shape.piece(index, event.parts, event.tokens)
+                        else:
+                            chunks += shape.closing(index, runs[index].answer.finish_reason, runs[index].report())
+                        if chunks:
+                            begun = True
+                            yield b"".join(map(_data, chunks))
+                ending = _data(shape.usage(_usage(job, runs))) if job.fields.include_usage else b""
                 yield ending + _DONE
         except MeshnetError as error:
             if not begun:
@@ -158,19 +191,21 @@ class Jobs:
             if not begun:
                 raise
             # The status is out long since; the client is told, and the log has the traceback.
-            logger.exception("answer %s broke off", job.shape.id)
+            logger.exception("answer %s broke off", shape.id)
             yield _data(error_object(500, "the gateway failed; its log tells why", code="internal")) + _DONE
 
     @asynccontextmanager
-    async def _running(self, job: Job) -> AsyncIterator[_Run]:
-        """A generation that is counted, logged and given back, whatever ends it."""
+    async def _running(self, job: Job) -> AsyncIterator[list[_Run]]:
+        """Generations that are counted, logged and given back, whatever ends them."""
         outcome = "ok"
-        run: _Run | None = None
+        runs: list[_Run] = []
         began = time.monotonic()
         try:
-            async with self._releases.lease(self._engine.start(job.request)) as generation:
-                run = _Run(job, generation, self._figures, began)
-                yield run
+            async with AsyncExitStack() as leases:
+                for request in job.requests:
+                    generation = await leases.enter_async_context(self._releases.lease(self._engine.start(request)))
+                    runs.append(_Run(job, request, generation, self._figures, began))
+                yield runs
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "client_gone"
             raise
@@ -182,28 +217,30 @@ class Jobs:
             raise
         finally:
             self._figures.ended(job.endpoint, outcome)
-            for event in [] if run is None else run.report().get("recoveries", ()):
+            for event in (event for run in runs for event in run.report().get("recoveries", ())):
                 self._figures.recovered(event)
             self._figures.duration.observe(time.monotonic() - began)
-            made = 0 if run is None else run.answer.completion_tokens
-            self._figures.tokens.labels("prompt").inc(len(job.request.prompt_ids))
+            made = sum(run.answer.completion_tokens for run in runs)
+            self._figures.tokens.labels("prompt").inc(job.prompt_tokens)
             self._figures.tokens.labels("completion").inc(made)
             logger.info(
                 "%s %s model=%s prompt=%d completion=%d outcome=%s user=%r",
-                job.endpoint, job.shape.id, job.model.name, len(job.request.prompt_ids), made, outcome, job.fields.user,
+                job.endpoint, job.shape.id, job.model.name, job.prompt_tokens, made, outcome, job.fields.client_user,
             )  # fmt: skip
 
 
 class _Run:
     """One generation under way."""
 
-    def __init__(self, job: Job, generation: GenerationLike, figures: GatewayFigures, began: float) -> None:
-        self._job = job
+    def __init__(
+        self, job: Job, request: GenerationRequest, generation: GenerationLike, figures: GatewayFigures, began: float
+    ) -> None:
+        self._request = request
         self._generation = generation
         self._figures = figures
         self._began = began
         self.answer = Answer(
-            generation, job.model, job.fields.stop or (), logprobs=job.request.sampling.logprobs is not None
+            generation, job.model, job.fields.stop or (), job.reader(), logprobs=request.sampling.logprobs is not None
         )
 
     async def events(self) -> AsyncGenerator[PrefillProgress | Piece]:
@@ -215,12 +252,19 @@ class _Run:
                     first = False
                 yield event
 
-    def usage(self) -> Usage:
-        return Usage(prompt=len(self._job.request.prompt_ids), completion=self.answer.completion_tokens)
-
     def report(self) -> dict[str, Any]:
         """The generation's own, and the seed, so that an answer whose seed was minted can be had again."""
-        return {**self._generation.report(), "seed": self._job.request.sampling.seed}
+        return {**self._generation.report(), "seed": self._request.sampling.seed}
+
+
+def _usage(job: Job, runs: Sequence[_Run]) -> Usage:
+    return Usage(prompt=job.prompt_tokens, completion=sum(run.answer.completion_tokens for run in runs))
+
+
+def _report(runs: Sequence[_Run]) -> dict[str, Any]:
+    """What happened to the answer; of several, to each."""
+    reports = [run.report() for run in runs]
+    return reports[0] if len(reports) == 1 else {"choices": reports}
 
 
 def _data(document: dict[str, Any]) -> bytes:

@@ -20,6 +20,7 @@ from jinja2 import TemplateError
 
 from meshnet_core.errors import RequestRefusedError, UnsupportedModelError
 from meshnet_core.text_file_names import TEXT_FILE_NAMES
+from meshnet_gateway.chat_template import TemplateTraits
 from meshnet_gateway.text_decoder import TextDecoder
 from meshnet_gateway.token_bytes import TokenBytes
 
@@ -36,6 +37,7 @@ class TextModel:
         stop_ids: token ids that end an answer.
         max_positions: positions a session may have, prompt and answer together; None where the files do not tell.
         vocab_size: token ids are below this.
+        traits: of the chat template.
     """
 
     name: str
@@ -45,8 +47,9 @@ class TextModel:
     vocab_size: int
     _encode: Callable[[str, bool], list[int]] = field(repr=False)
     _decode: Callable[[list[int]], str] = field(repr=False)
-    _render: Callable[[list[dict[str, Any]]], str] | None = field(repr=False)
+    _render: Callable[[list[dict[str, Any]], Mapping[str, Any]], str] | None = field(repr=False)
     _bytes: TokenBytes = field(repr=False)
+    traits: TemplateTraits = field(default_factory=TemplateTraits, repr=False)
 
     @classmethod
     def from_files(cls, name: str, fingerprint: str, files: Mapping[str, bytes]) -> TextModel:
@@ -77,8 +80,8 @@ class TextModel:
             text: str = backend.decode(ids, skip_special_tokens=True)
             return text
 
-        def render(messages: list[dict[str, Any]]) -> str:
-            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        def render(messages: list[dict[str, Any]], more: Mapping[str, Any]) -> str:
+            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **more)
             return text
 
         config = _document(files, "config.json")
@@ -93,10 +96,23 @@ class TextModel:
             _decode=decode,
             _render=None if template is None else render,
             _bytes=TokenBytes(backend),
+            traits=TemplateTraits.of(
+                template, {added.content for added in backend.get_added_tokens_decoder().values()}
+            ),
         )
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins, by the model's own template.
+
+        Args:
+            messages: in the form that templates take.
+            tools: likewise; for a template that knows them.
+            variables: further ones for the template.
 
         Raises:
             RequestRefusedError: the model has no template, or its template refuses these messages.
@@ -107,7 +123,8 @@ class TextModel:
                 param="messages",
             )
         try:
-            text = self._render([dict(message) for message in messages])
+            more = {**(variables or {}), **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+            text = self._render([dict(message) for message in messages], more)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise RequestRefusedError(
                 f"the chat template of {self.name} refuses these messages: {error}", param="messages"

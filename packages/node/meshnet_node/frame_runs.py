@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,7 +41,20 @@ EARLY_HOLD_S = 10.0  # how long a frame waits for the one before it
 RUN_DEADLINES = 2  # a frame may run for this many of its steps' deadlines: one that was busy is asked for once more
 DOWNSTREAM_MARGIN = 0.95  # of what is left of the deadline goes to the next hop, so that the hop that hung is blamed
 
-SampleFunction = Callable[[torch.Tensor, SamplingParams, Sequence[int], int, int], SampledToken]
+
+class SampleFunction(Protocol):
+    """`meshnet_node.sampler.sample` is one."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        params: SamplingParams,
+        history: Sequence[int],
+        prompt_length: int,
+        position: int,
+        allowed: torch.Tensor | None = None,
+        /,
+    ) -> SampledToken: ...
 
 
 class FrameRuns:
@@ -216,7 +229,10 @@ class FrameRuns:
                 reason=MissReason.POSITION_MISMATCH,
             )
         params, prompt_length = session.document.sampling, session.document.prompt_length
-        token = self._sample(logits[-1], params, session.history, prompt_length, position)
+        allowed = None
+        if session.constraint is not None:
+            allowed = session.constraint.allowed(session.history[prompt_length:], logits.device)
+        token = self._sample(logits[-1], params, session.history, prompt_length, position, allowed)
         session.history.append(token.id)
         return token
 

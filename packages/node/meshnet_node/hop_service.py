@@ -31,6 +31,7 @@ from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.prefix import Mark
 from meshnet_core.transport import HopTransport
 from meshnet_node.cache_store import CacheStore, SessionKey
+from meshnet_node.constraint import Constraint, GrammarCompiler
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.frame_runs import DOWNSTREAM_MARGIN, FrameRuns, SampleFunction
 from meshnet_node.hop_session import HopSession
@@ -88,6 +89,7 @@ class HopService:
             links=self.links,
         )
         self._clock = clock
+        self._grammars = GrammarCompiler()
 
     async def open(self, document: OpenDocument) -> OpenReply:
         """Take a session in, with room for its prefill and a growth quantum, or refuse it unchanged."""
@@ -103,7 +105,8 @@ class HopService:
                 raise DrainingError("this node is draining and takes no new sessions")
             lease = await self._lease_shard(document, in_use=known is not None)
             try:
-                return self._admit(key, document, lease)
+                constraint = await self._constraint(document, lease)
+                return self._admit(key, document, lease, constraint)
             except BaseException:
                 lease.end()
                 raise
@@ -215,7 +218,20 @@ class HopService:
             in_use=in_use,
         )
 
-    def _admit(self, key: SessionKey, document: OpenDocument, lease: ShardLease) -> OpenReply:
+    async def _constraint(self, document: OpenDocument, lease: ShardLease) -> Constraint | None:
+        """The grammar of the answer at the place where the answer stands; None where it is free."""
+        if document.grammar is None or document.next_hop is not None:
+            return None
+        fingerprint = document.route.fingerprint
+        tokenizer = self.shards.find(fingerprint, document.hop.layers).text_files.get("tokenizer.json")
+        answer = document.history[document.prompt_length :]
+        return await self._grammars.compile(
+            document.grammar, fingerprint, tokenizer, lease.shard.backend.vocab_size, answer
+        )
+
+    def _admit(
+        self, key: SessionKey, document: OpenDocument, lease: ShardLease, constraint: Constraint | None
+    ) -> OpenReply:
         """Take the session in; loading may have taken a while, and a twin of this call or a drain overtaken it."""
         known = self.store.find(key)
         if known is not None and known[0].document == document:
@@ -224,11 +240,12 @@ class HopService:
         if self.draining and not self.store.knows(document.session):
             raise DrainingError("this node is draining and takes no new sessions")
         backend = lease.shard.backend
-        wrong = next((token for token in document.history if not 0 <= token < backend.vocab_size), None)
+        named = (*document.history, *(token for token, _ in document.sampling.logit_bias))
+        wrong = next((token for token in named if not 0 <= token < backend.vocab_size), None)
         if wrong is not None:
             raise BadFrameError(f"token id {wrong} lies outside the vocabulary of {backend.vocab_size}")
         state = backend.new_state(document.hop.layers.start) if document.cache else None
-        session = HopSession(document, lease, state, history=list(document.history))
+        session = HopSession(document, lease, state, history=list(document.history), constraint=constraint)
         self._prefixes.offer(session)  # what it could begin from is the last of the prefixes to give way to it
         self.store.admit(key, document.epoch, session, self._reserve(session), document.step_deadline_ms / 1000)
         return self._opened(session)

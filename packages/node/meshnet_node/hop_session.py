@@ -18,6 +18,7 @@ from meshnet_core.errors import BadFrameError, CacheMissError, MissReason
 from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming, Phase
 from meshnet_core.open_document import OpenDocument
 from meshnet_core.sampling import SampledToken
+from meshnet_node.constraint import Constraint
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_pool import LoadedShard, ShardLease
 
@@ -69,6 +70,7 @@ class HopSession:
         state: None on the stateless path.
         accepted: positions taken in so far, queued ones included; the next frame's position.
         history: at the tail, prompt and answer token ids; grows with each token sampled.
+        constraint: at the tail of an answer that is held to a grammar.
         runs: frames in flight, and the last few finished (`KEPT_RUNS`).
         changed: set and replaced whenever `accepted` or the number of frames in flight changes.
         frames: how many frames of each kind were run, for people to read.
@@ -80,6 +82,7 @@ class HopSession:
     state: SessionState | None
     accepted: int = 0
     history: list[int] = field(default_factory=list)
+    constraint: Constraint | None = None
     runs: dict[FrameKey, Run] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     frames: dict[str, int] = field(default_factory=dict)

@@ -13,7 +13,12 @@ from meshnet_core.sampling import SampledToken, SamplingParams, uniform_draw
 
 
 def sample(
-    logits: torch.Tensor, params: SamplingParams, history: Sequence[int], prompt_length: int, position: int
+    logits: torch.Tensor,
+    params: SamplingParams,
+    history: Sequence[int],
+    prompt_length: int,
+    position: int,
+    allowed: torch.Tensor | None = None,
 ) -> SampledToken:
     """Choose the token for ``position``.
 
@@ -23,6 +28,7 @@ def sample(
         history: prompt and answer token ids before ``position``; read only where a penalty asks for it.
         prompt_length: how many of ``history`` are the prompt.
         position: index of the chosen token in the sequence.
+        allowed: bool ``[vocab]`` on the logits' device: the tokens to choose from, at least one; None allows all.
 
     Returns:
         The token, with its logprob under the raw logits where ``params.logprobs`` asks for it.
@@ -31,6 +37,10 @@ def sample(
         HopFailedError: the logits are not numbers, as when a 16-bit dtype overflowed.
     """
     scores = _penalised(logits, params, history, prompt_length) if params.reads_history else logits
+    if params.logit_bias:
+        scores = _biased(scores, params.logit_bias)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
     token = int(scores.argmax())
     if not math.isfinite(highest := float(scores[token])):  # argmax finds a NaN if there is one
         raise HopFailedError(f"the model's logits are broken: the highest is {highest}")
@@ -59,6 +69,12 @@ def _penalised(
         counts = torch.tensor(list(answer.values()), dtype=scores.dtype, device=logits.device)
         scores[tokens] -= params.presence_penalty + params.frequency_penalty * counts
     return scores
+
+
+def _biased(scores: torch.Tensor, bias: Sequence[tuple[int, float]]) -> torch.Tensor:
+    tokens = torch.tensor([token for token, _ in bias], device=scores.device)
+    values = torch.tensor([value for _, value in bias], dtype=scores.dtype, device=scores.device)
+    return scores.index_add(0, tokens, values)
 
 
 def _draw(scores: torch.Tensor, params: SamplingParams, u: float) -> int:
