@@ -15,6 +15,7 @@ from meshnet_cli.main import app
 from meshnet_process import run
 
 NOBODY = "http://127.0.0.1:1"
+EVERYWHERE = "0.0.0.0"  # noqa: S104
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def taken_port() -> Iterator[int]:
         (["tracker", "--host", "no.such.host.invalid"], 2, r"give an address of this machine"),
         (["node"], 2, r"Missing argument 'MODEL'|Missing option '--layers'"),
         (["node", "smollm2", "--tracker", NOBODY], 2, r"Missing option '--layers'"),
-        (["node", "smollm2", "--layers", "0-14"], 2, r"Missing option '--tracker'"),
+        (["node", "smollm2", "--layers", "0-14"], 2, r"where a tracker is with --tracker URL.*meshnet join TICKET"),
         (["node", "smollm2", "--layers", "14-0", "--tracker", NOBODY], 2, r"write the lower layer first"),
         (["node", "smollm2", "--layers", "all", "--tracker", NOBODY], 2, r"write FIRST-LAST"),
         (["node", "smollm2", "--layers", "0-14", "--tracker", "nowhere"], 2, r"a URL such as http"),
@@ -46,7 +47,17 @@ def taken_port() -> Iterator[int]:
         (["gateway", "--tracker", NOBODY, "--step-deadline", "nan"], 2, r"--step-deadline"),
         (["up", "~no-such-user/model"], 2, r"no such model folder or file"),
         (["up", "x" * 5000], 2, r"no such model folder or file"),
-        (["gateway"], 2, r"Missing option '--tracker'"),
+        (["gateway", "--port", "0"], 2, r"where a tracker is with --tracker URL.*meshnet join TICKET"),
+        (["gateway", "--tracker", "https://127.0.0.1:1", "--port", "0"], 2, r"in none: .*meshnet join TICKET"),
+        (["tracker", "--host", EVERYWHERE, "--port", "0"], 2, r"meshnet mesh create.*meshnet join TICKET.*--insecure"),
+        (["node", "m", "--layers", "0", "--tracker", NOBODY, "--host", EVERYWHERE], 2, r"meshnet mesh create"),
+        (["gateway", "--tracker", NOBODY, "--host", EVERYWHERE, "--port", "0"], 2, r"meshnet mesh create"),
+        (["tracker", "--mesh", "/nonexistent", "--port", "0"], 2, r"--mesh /nonexistent holds no identity"),
+        (["tracker", "--mesh", "/nonexistent", "--insecure", "--port", "0"], 2, r"give one of them"),
+        (["mesh", "ticket"], 2, r"tickets are made where `meshnet mesh create` was run"),
+        (["mesh", "show"], 1, r"this machine is in no mesh"),
+        (["join", "nonsense"], 2, r"'nonsense' is no ticket"),
+        (["join", "meshnet-eyJ2IjoxLCJ"], 2, r"this ticket is not whole"),
         (["gateway", "--tracker", NOBODY, "--port", "0"], 1, r"start one with `meshnet tracker`"),
         (["up"], 2, r"Missing argument 'MODEL'"),
         (["up", "smollm2", "--splits", "0-14;15-29"], 2, r"write FIRST-LAST"),
@@ -101,7 +112,9 @@ def test_bare_meshnet_shows_the_help() -> None:
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("tracker", "--host --port"),
+        ("tracker", "--host --port --mesh --insecure --advertise --no-mdns"),
+        ("join", "--machine --mesh"),
+        ("mesh ticket", "--tracker --valid --uses --mesh"),
         ("node", "--layers --tracker --host --port --advertise --name --api --api-port --dtype --device --threads"),
         ("gateway", "--tracker --host --port --recovery --step-deadline"),
         ("up", "--nodes --splits --port --dtype --device --threads --recovery --step-deadline"),
@@ -113,7 +126,7 @@ def test_every_option_is_in_the_help(
     command: str, options: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert complaint.run(typer.main.get_command(app), [command, "--help"]) == 0
+    assert complaint.run(typer.main.get_command(app), [*command.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     for option in options.split():
         assert option in shown

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated
 
-from meshnet_cli import lifeline, options, serving, trust
+from meshnet_cli import find_trackers, lifeline, options, renewal, serving, trust
 from meshnet_gateway.recovery import Replay
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def gateway(
-    tracker: options.TrackerUrl,
+    tracker: options.TrackerUrl = None,
     host: options.Host = options.LOOPBACK,
     port: Annotated[int, options.port("the API")] = options.DEFAULT_GATEWAY_PORT,
     recovery: options.Recovery = Replay.FAST,
@@ -29,19 +29,25 @@ def gateway(
     serving.set_up_logging()
     identity = trust.identity_for(host, mesh, insecure=insecure, command="gateway")
     sock = serving.listen(host, port)
-    asyncio.run(_serve(tracker, host, sock, recovery, step_deadline, identity))
+    asyncio.run(_serve(tracker, host, sock, recovery, step_deadline, identity, insecure))
 
 
 async def _serve(
-    tracker: str,
+    given: str | None,
     host: str,
     sock: socket.socket,
     recovery: Replay,
     step_deadline_s: float,
     identity: trust.Identity | None,
+    insecure: bool,
 ) -> None:
+    tracker, *_ = await find_trackers.trackers_for([given] if given else [], identity, insecure=insecure)
     stopped = serving.stop_event()
-    async with api_of(tracker, recovery, step_deadline_s, identity) as app, serving.serving_asgi(app, sock):
+    async with (
+        renewal.keeping_renewed(identity),
+        api_of(tracker, recovery, step_deadline_s, identity) as app,
+        serving.serving_asgi(app, sock),
+    ):
         serving.say_ready(f"{serving.url_of(host, serving.port_of(sock))}/v1")
         await stopped.wait()
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from meshnet_cli import options, trust
+from meshnet_cli import complaint, options, trust
 from meshnet_cli.complaint import CommandFailedError
+from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
 
 app = typer.Typer(help="Make a mesh, let machines in, and show what this machine has of one.", no_args_is_help=True)
@@ -34,6 +35,49 @@ def create(
         f"keep {folder.authority_key_path} to yourself: whoever has it can let machines in\n"
         "next: meshnet tracker --host 0.0.0.0, and meshnet mesh ticket for each machine that is to join"
     )
+
+
+@app.command()
+def ticket(
+    tracker: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tracker",
+            metavar="URL",
+            help="Where the new machine finds a tracker; may be given several times.",
+            show_default="where this machine's trackers were last, else looked for on the local network",
+        ),
+    ] = None,
+    valid: Annotated[str, typer.Option("--valid", metavar="TIME", help="For how long, such as 30m, 1h or 7d.")] = "1h",
+    uses: Annotated[int, typer.Option("--uses", min=1, max=1000, metavar="N", help="For how many machines.")] = 1,
+    mesh: options.MeshPath = None,
+) -> None:
+    """Make a ticket with which a machine joins; pass it on like a password."""
+    from meshnet_core.join_ticket import MAX_TRACKERS, JoinTicket
+    from meshnet_core.mesh_folder import MeshFolder, default_path
+    from meshnet_tracker.enrollment import tickets_of
+
+    folder = MeshFolder(mesh or default_path())
+    tickets = tickets_of(folder)
+    known = tuple(tracker or (url for url in folder.trackers() if not trust.is_loopback_url(url)))[:MAX_TRACKERS]
+    made = JoinTicket(folder.pin(), tickets.issue(seconds(valid), uses), known)
+    typer.echo(str(made))
+    complaint.say(
+        f"for {'one machine' if uses == 1 else f'{uses} machines'}, within {valid}: meshnet join TICKET; "
+        f"trackers: {', '.join(known) or 'looked for on the local network'}"
+    )
+
+
+def seconds(text: str) -> float:
+    """A span of time as people type it, in seconds.
+
+    Raises:
+        InvalidInputError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if found is None:
+        raise InvalidInputError(f"--valid {text!r} is no time; write it like 30m, 1h or 7d")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
 
 
 @app.command()

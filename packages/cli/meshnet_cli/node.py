@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from meshnet_cli import lifeline, options, serving, trust
+from meshnet_cli import find_trackers, lifeline, options, serving, trust
 from meshnet_cli.node_shards import ShardChoice, load_pool
 from meshnet_cli.progress import progress_reporter
 from meshnet_cli.session_limits import (
@@ -51,7 +51,7 @@ class Place:
 def node(
     model: options.Model,
     layers: Annotated[str, typer.Option("--layers", metavar="FIRST-LAST", help="Which layers, such as 0-20.")],
-    tracker: options.TrackerUrl,
+    tracker: options.TrackerUrl = None,
     also: Annotated[
         list[str] | None,
         typer.Option(
@@ -119,16 +119,17 @@ def node(
     identity = trust.identity_for(host, mesh, insecure=insecure, command="node")
     scheme = trust.scheme_of(identity)
     if advertise is not None and not advertise.startswith(f"{scheme}://"):
-        raise InvalidInputError(f"--advertise {advertise} must begin with {scheme}://, which is what this node speaks")
-    asyncio.run(_ask_tracker(tracker, identity))  # before the model is loaded for a minute
+        raise InvalidInputError(f"--advertise {advertise} must begin with {scheme}://, which this node speaks")
+    # Before the model is loaded for a minute.
+    found, *_ = asyncio.run(find_trackers.trackers_for([tracker] if tracker else [], identity, insecure=insecure))
     sock = serving.listen_from(host, options.FIRST_NODE_PORT) if port is None else serving.listen(host, port)
     got = serving.port_of(sock)
     place = Place(
         node_id=check_id(name, "--name") if name else _default_name(got),
         host=host,
         sock=sock,
-        url=(advertise or serving.reachable_url(host, got, towards=tracker, scheme=scheme)).rstrip("/"),
-        tracker=tracker,
+        url=(advertise or serving.reachable_url(host, got, towards=found, scheme=scheme)).rstrip("/"),
+        tracker=found,
         api=_listen_for_api(host, api_port) if api else None,
         identity=identity,
     )
@@ -151,16 +152,6 @@ def _listen_for_api(host: str, port: int | None) -> socket.socket:
 def _default_name(port: int) -> str:
     machine = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0])
     return check_id(f"{machine[:50] or 'node'}-{port}", "node id")
-
-
-async def _ask_tracker(url: str, identity: trust.Identity | None) -> None:
-    from meshnet_core.tracker_client import TrackerClient
-
-    client = TrackerClient(url, tls=None if identity is None else identity.credentials.client_context())
-    try:
-        await client.snapshot()
-    finally:
-        await client.close()
 
 
 def _start_torch(threads: int | None) -> int:

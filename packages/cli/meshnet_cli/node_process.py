@@ -14,7 +14,7 @@ import psutil
 import torch
 import transformers
 
-from meshnet_cli import gateway, serving
+from meshnet_cli import gateway, renewal, serving
 from meshnet_cli.node import Place
 from meshnet_cli.session_limits import SessionLimits
 from meshnet_core import __version__
@@ -103,6 +103,7 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
     stops = serving.StopSignals()
     stopped = stops.first
     async with AsyncExitStack() as closing:
+        await closing.enter_async_context(renewal.keeping_renewed(place.identity))
         closing.push_async_callback(client.close)
         closing.push_async_callback(transport.close)
         closing.push_async_callback(service.close)

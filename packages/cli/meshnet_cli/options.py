@@ -31,7 +31,13 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a GGUF file, a hub id, or smollm2 (the demo's).")
 ]
 TrackerUrl = Annotated[
-    str, typer.Option("--tracker", metavar="URL", help="The tracker's address, such as http://10.0.0.5:7400.")
+    str | None,
+    typer.Option(
+        "--tracker",
+        metavar="URL",
+        help="The tracker's address, such as https://10.0.0.5:7400.",
+        show_default="where this mesh's were last, else looked for on the local network",
+    ),
 ]
 Host = Annotated[
     str,

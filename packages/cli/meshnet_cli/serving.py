@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import os
 import signal
@@ -108,6 +109,17 @@ def reachable_url(host: str, port: int, *, towards: str, scheme: str = "http") -
         raise CommandFailedError(
             f"cannot tell at which address others reach this machine ({error.strerror}); say it with --advertise URL"
         ) from error
+
+
+def addresses_of(host: str) -> list[str]:
+    """IPv4 addresses at which other machines may reach a server that listens on ``host``."""
+    import ifaddr
+
+    if host not in _ANY_ADDRESS:
+        return sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None, socket.AF_INET)})
+    addresses = (ip.ip for adapter in ifaddr.get_adapters() for ip in adapter.ips if ip.is_IPv4)
+    parsed = sorted(ipaddress.IPv4Address(address) for address in addresses if isinstance(address, str))
+    return [str(address) for address in parsed if not address.is_loopback and not address.is_link_local]
 
 
 def set_up_logging() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import AsyncExitStack
 from typing import Annotated
 
-from meshnet_cli import lifeline, options, serving, trust
+import typer
+
+from meshnet_cli import lifeline, mdns, options, renewal, serving, trust
+from meshnet_core.errors import InvalidInputError
 
 
 def tracker(
@@ -14,16 +18,28 @@ def tracker(
     port: Annotated[int, options.port("the tracker")] = options.DEFAULT_TRACKER_PORT,
     mesh: options.MeshPath = None,
     insecure: options.Insecure = False,
+    advertise: Annotated[
+        str | None,
+        typer.Option("--advertise", metavar="URL", help="Where others dial this tracker; put into join tickets."),
+    ] = None,
+    announce: Annotated[
+        bool, typer.Option("--mdns/--no-mdns", help="Whether it can be found on the local network by multicast DNS.")
+    ] = True,
 ) -> None:
     """Keep the list of nodes, and give routes over them to gateways."""
     lifeline.hold_on()
     serving.set_up_logging()
     identity = trust.identity_for(host, mesh, insecure=insecure, command="tracker")
     sock = serving.listen(host, port)
-    asyncio.run(_serve(host, sock, identity))
+    scheme = trust.scheme_of(identity)
+    if advertise is not None and not advertise.startswith(f"{scheme}://"):
+        raise InvalidInputError(f"--advertise {advertise} must begin with {scheme}://, which this tracker speaks")
+    asyncio.run(_serve(host, sock, identity, advertise, announce=announce))
 
 
-async def _serve(host: str, sock: socket.socket, identity: trust.Identity | None) -> None:
+async def _serve(
+    host: str, sock: socket.socket, identity: trust.Identity | None, advertise: str | None, *, announce: bool
+) -> None:
     from aiohttp import web
 
     from meshnet_core.clock import SystemClock
@@ -32,12 +48,26 @@ async def _serve(host: str, sock: socket.socket, identity: trust.Identity | None
     from meshnet_tracker.server import create_app, new_doorkeeper
 
     doorkeeper = new_doorkeeper()
-    app = create_app(Directory(clock=SystemClock()), doorkeeper)
-    tls = None if identity is None else identity.credentials.server_context(optional_client=True)
+    tls = enrollment = None
+    port, scheme = serving.port_of(sock), trust.scheme_of(identity)
+    addresses = [] if trust.is_loopback(host) else serving.addresses_of(host)
+    if identity is not None:
+        from meshnet_tracker.enrollment import Enrollment
+
+        tls = identity.credentials.server_context(optional_client=True)
+        enrollment = Enrollment.of(identity.folder)
+        urls = [serving.url_of(address, port, scheme) for address in addresses or [host]]
+        identity.remember([advertise.rstrip("/")] if advertise else urls)
+    app = create_app(Directory(clock=SystemClock()), doorkeeper, enrollment)
     stopped = serving.stop_event()
     runner = web.AppRunner(
         app, access_log=None, shutdown_timeout=serving.SHUTDOWN_S, logger=connection_log("meshnet_tracker.server")
     )
-    async with serving.serving_aiohttp(runner, sock, tls, doorkeeper):
-        serving.say_ready(serving.url_of(host, serving.port_of(sock), trust.scheme_of(identity)))
+    async with AsyncExitStack() as closing:
+        await closing.enter_async_context(serving.serving_aiohttp(runner, sock, tls, doorkeeper))
+        await closing.enter_async_context(renewal.keeping_renewed(identity))
+        serving.say_ready(serving.url_of(host, port, scheme))
+        if announce and addresses:
+            pin = None if identity is None else identity.folder.pin()
+            await closing.enter_async_context(mdns.announced(addresses, port, pin))
         await stopped.wait()

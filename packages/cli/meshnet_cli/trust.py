@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from meshnet_core.errors import InvalidInputError
 
@@ -24,6 +26,15 @@ class Identity:
 
     folder: MeshFolder
     credentials: Credentials
+
+    def remember(self, trackers: Sequence[str]) -> None:
+        """Know ``trackers`` the next time; a folder that cannot be written to is no reason not to go on."""
+        if tuple(trackers) == self.folder.trackers()[: len(trackers)]:
+            return
+        try:
+            self.folder.remember_trackers(trackers)
+        except OSError as error:
+            logger.warning("where the trackers are was not written down: %s", error)
 
 
 def identity_for(host: str, mesh: Path | None, *, insecure: bool, command: str) -> Identity | None:
@@ -77,6 +88,11 @@ def identity_in(mesh: Path | None) -> Identity | None:
 
 def scheme_of(identity: Identity | None) -> str:
     return "http" if identity is None else "https"
+
+
+def is_loopback_url(url: str) -> bool:
+    """As :func:`is_loopback`, of the host in an address."""
+    return is_loopback(urlsplit(url).hostname or "")
 
 
 def is_loopback(host: str) -> bool:

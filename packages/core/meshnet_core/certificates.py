@@ -95,15 +95,8 @@ class Authority:
             InvalidInputError: no request, one that its own key did not sign, another kind of key, or a name that is
                 none.
         """
-        try:
-            request = x509.load_pem_x509_csr(request_pem)
-            whole = request.is_signature_valid
-            public = request.public_key()
-        except (ValueError, InvalidSignature) as error:
-            raise InvalidInputError(f"this is no certificate request: {error}") from error
-        if not whole or not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name != "secp256r1":
-            raise InvalidInputError("a certificate request must be for an EC P-256 key and signed by it")
-        name = check_id(_common_name(request.subject), "a machine's name")
+        asked, public = _request(request_pem)
+        name = check_id(_common_name(asked), "a machine's name")
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         built = (
             _builder(subject, self._certificate.subject, public, now, lifetime)
@@ -152,6 +145,15 @@ def owner_of_pem(certificate_pem: bytes) -> str:
     return _owner_id(_certificate(certificate_pem).public_key())
 
 
+def request_owner(request_pem: bytes) -> str:
+    """The owner id of whoever made a request.
+
+    Raises:
+        InvalidInputError: as `Authority.sign`.
+    """
+    return _owner_id(_request(request_pem)[1])
+
+
 def utc_now() -> datetime:
     """The wall clock; certificates are the one thing here whose time machines must agree on."""
     return datetime.now(UTC)
@@ -194,6 +196,19 @@ def _key(pem: bytes) -> ec.EllipticCurvePrivateKey:
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name != "secp256r1":
         raise InvalidInputError("a key of a mesh is an EC P-256 key")
     return key
+
+
+def _request(pem: bytes) -> tuple[x509.Name, ec.EllipticCurvePublicKey]:
+    """The subject and the key of a request that is signed by that key."""
+    try:
+        request = x509.load_pem_x509_csr(pem)
+        whole = request.is_signature_valid
+        public = request.public_key()
+    except (ValueError, InvalidSignature) as error:
+        raise InvalidInputError(f"this is no certificate request: {error}") from error
+    if not whole or not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name != "secp256r1":
+        raise InvalidInputError("a certificate request must be for an EC P-256 key and signed by it")
+    return request.subject, public
 
 
 def _certificate(pem: bytes) -> x509.Certificate:

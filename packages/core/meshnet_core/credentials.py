@@ -87,8 +87,18 @@ class Credentials:
             ) from error
 
 
-def trusting(protocol: int, authority: Path) -> ssl.SSLContext:
-    """A context that accepts certificates of one authority alone, and shows none.
+def trusting_nobody_yet() -> ssl.SSLContext:
+    """For the one call that is made before anything can be trusted: what it brings is compared with a ticket's pin."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def trusting(protocol: int, authority: Path | bytes) -> ssl.SSLContext:
+    """A context that accepts certificates of one authority alone, and shows none; ``authority`` is its certificate, a
+    file or PEM.
 
     Raises:
         InvalidInputError: the file is missing or holds no certificate.
@@ -98,7 +108,10 @@ def trusting(protocol: int, authority: Path) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:
-        context.load_verify_locations(authority)
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidInputError(f"the authority's certificate {authority} cannot be used: {error}") from error
+        if isinstance(authority, Path):
+            context.load_verify_locations(authority)
+        else:
+            context.load_verify_locations(cadata=authority.decode())
+    except (OSError, ssl.SSLError, ValueError) as error:
+        raise InvalidInputError(f"the authority's certificate cannot be used: {error}") from error
     return context

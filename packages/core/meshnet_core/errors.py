@@ -10,6 +10,7 @@
     |-- UnknownNodeError           404 unknown_node          a leave for a node that is not registered
     |-- DirectoryFullError         503 directory_full        a tracker that holds as many nodes as it may
     |-- ForbiddenError             403 forbidden             what this machine, of the mesh or not, may not do
+    |   `-- TicketRefusedError     403 ticket_refused        a join ticket that is not valid, or not here
     |-- RateLimitedError           429 rate_limited          more requests than one peer may make, with when to retry
     `-- HopError                                             said by, or about, one hop of a route
         |-- BadFrameError          400 bad_frame
@@ -122,6 +123,10 @@ class DirectoryFullError(MeshnetError):
 class ForbiddenError(MeshnetError):
     code = "forbidden"
     http_status = 403
+
+
+class TicketRefusedError(ForbiddenError):
+    code = "ticket_refused"
 
 
 class RateLimitedError(MeshnetError):

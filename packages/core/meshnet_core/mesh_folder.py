@@ -85,6 +85,11 @@ class MeshFolder:
         self._write(self.authority_key_path, authority_key, secret=True)
         self.store(authority.certificate_pem, certificate, key, ())
 
+    def keep_key(self, key: bytes) -> None:
+        """Keep a private key, PEM, for which a certificate is still to be had."""
+        if not self.key_path.exists():
+            self._write(self.key_path, key, secret=True)
+
     def store(self, authority: bytes, certificate: bytes, key: bytes, trackers: Iterable[str]) -> None:
         """Keep a machine's identity, all PEM; the certificate is written last, so that half an identity is none."""
         self._write(self.key_path, key, secret=True)

@@ -119,6 +119,34 @@ class TrackerClient:
         except InvalidInputError as error:
             raise self._no_tracker(error.message) from error
 
+    async def enroll(self, request_pem: bytes, token: str | None = None) -> bytes:
+        """A certificate, PEM, for a request (`certificates.make_request`); without ``token`` a newer one of this
+        machine's.
+
+        Raises:
+            TicketRefusedError: the token is not good, or this tracker lets nobody in.
+            TrackerUnreachableError: as :meth:`heartbeat`.
+        """
+        asked: dict[str, Any] = {"request": request_pem.decode()}
+        if token is not None:
+            asked["token"] = token
+        return self._pem(await self._call("POST", "/v1/enroll", asked), "certificate")
+
+    async def authority(self) -> bytes:
+        """The certificate, PEM, of the mesh's authority, as this tracker tells it: to be compared with a pin.
+
+        Raises:
+            TicketRefusedError: this tracker is in no mesh.
+            TrackerUnreachableError: as :meth:`heartbeat`.
+        """
+        return self._pem(await self._call("GET", "/v1/enroll"), "authority")
+
+    def _pem(self, reply: dict[str, Any], key: str) -> bytes:
+        told = reply.get(key)
+        if not isinstance(told, str) or not told.startswith("-----BEGIN CERTIFICATE-----"):
+            raise self._no_tracker(f"it gave no {key}")
+        return told.encode()
+
     async def close(self) -> None:
         """Close the connections; idempotent."""
         if self._session is not None:

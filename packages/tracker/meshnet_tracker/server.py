@@ -23,6 +23,7 @@ from meshnet_core.errors import (
     InvalidInputError,
     MeshnetError,
     RateLimitedError,
+    TicketRefusedError,
     TooLargeError,
     UnauthorizedError,
 )
@@ -37,6 +38,8 @@ from meshnet_tracker.directory import Directory, DirectoryEvent, Expired
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from meshnet_tracker.enrollment import Enrollment
+
 MAX_BODY = 512 * 1024  # bytes: an announcement of as many shards as a node may have
 MAX_PROTOCOLS = 16  # versions in one request for a route: each is planned for
 MAX_EXCLUDED = 1000  # nodes in one request for a route
@@ -44,7 +47,7 @@ MAX_EXCLUDED = 1000  # nodes in one request for a route
 # one address where there are no certificates, count together.
 RATE_PER_S, RATE_BURST = 500.0, 2000.0
 
-OPEN_PATHS: frozenset[str] = frozenset()  # what needs no certificate
+ENROLL_PATH = "/v1/enroll"  # the one path that needs no certificate: it is how to get one
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +79,15 @@ def new_doorkeeper() -> Doorkeeper:
     return Doorkeeper(SystemClock(), per_s=RATE_PER_S, burst=RATE_BURST)
 
 
-def create_app(directory: Directory, doorkeeper: Doorkeeper | None = None) -> web.Application:
+def create_app(
+    directory: Directory, doorkeeper: Doorkeeper | None = None, enrollment: Enrollment | None = None
+) -> web.Application:
     """The application; it logs the directory's events, and sweeps out dead nodes while it runs.
 
     Args:
         directory: of the nodes.
         doorkeeper: limits each peer, and counts who is turned away; a new one if not given.
+        enrollment: lets machines into the mesh; None in one without certificates.
     """
     doorkeeper = doorkeeper or new_doorkeeper()
     metrics = TrackerMetrics(directory, doorkeeper)
@@ -130,11 +136,37 @@ def create_app(directory: Directory, doorkeeper: Doorkeeper | None = None) -> we
             web.delete("/v1/nodes/{node_id}", leave),
             web.get("/v1/snapshot", snapshot),
             web.post("/v1/route", route),
+            *_enrollment_routes(enrollment),
             web.get("/healthz", healthz),
             web.get("/metrics", exposition),
         ]
     )
     return app
+
+
+def _enrollment_routes(enrollment: Enrollment | None) -> list[web.RouteDef]:
+    """How machines get into the mesh; in one without certificates, where that is told."""
+
+    def there() -> Enrollment:
+        if enrollment is None:
+            raise TicketRefusedError("this tracker is in no mesh with certificates; nothing here is joined by ticket")
+        return enrollment
+
+    async def authority(request: web.Request) -> web.Response:
+        _query(request)
+        return web.json_response(there().describe())
+
+    async def enroll(request: web.Request) -> web.Response:
+        _query(request)
+        document = await _json(request)
+        token = text(document, "token") if document.get("token") is not None else None
+        asked = document.get("request")
+        if not isinstance(asked, str):
+            raise InvalidInputError("request must be a certificate request in PEM")
+        certificate = there().certify(asked, token, owner_of_request(request))
+        return web.json_response({"certificate": certificate.decode()})
+
+    return [web.get(ENROLL_PATH, authority), web.post(ENROLL_PATH, enroll)]
 
 
 def _known(doorkeeper: Doorkeeper) -> Any:
@@ -144,7 +176,7 @@ def _known(doorkeeper: Doorkeeper) -> Any:
     async def middleware(request: web.Request, handler: Any) -> web.StreamResponse:
         address, owner = request.remote or "?", owner_of_request(request)
         doorkeeper.admit(owner, address)
-        if request.secure and owner is None and request.path not in OPEN_PATHS:
+        if request.secure and owner is None and request.path != ENROLL_PATH:
             doorkeeper.turn_away("no_certificate", address)
             raise UnauthorizedError(
                 "this tracker answers machines of its mesh alone: get a ticket with `meshnet mesh ticket` where the "
@@ -153,7 +185,8 @@ def _known(doorkeeper: Doorkeeper) -> Any:
         try:
             response: web.StreamResponse = await handler(request)
         except ForbiddenError as error:
-            doorkeeper.turn_away("not_its_own", address, error.message)
+            ticket = isinstance(error, TicketRefusedError)
+            doorkeeper.turn_away("ticket" if ticket else "not_its_own", address, error.message)
             raise
         return response
 

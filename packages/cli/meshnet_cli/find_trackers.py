@@ -1,0 +1,83 @@
+"""Where the trackers are: as told, as remembered, or as found on the local network.
+
+An address that was found there is only an address: what answers has to show a certificate of the mesh.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from meshnet_cli import trust
+from meshnet_cli.complaint import CommandFailedError
+from meshnet_core.errors import InvalidInputError, TrackerUnreachableError
+
+logger = logging.getLogger(__name__)
+
+
+async def trackers_for(given: Sequence[str], identity: trust.Identity | None, *, insecure: bool) -> list[str]:
+    """Addresses of trackers, the first of which answered just now.
+
+    Args:
+        given: with ``--tracker``; nothing else is asked then.
+        identity: this machine's, whose mesh is looked for.
+        insecure: as given with ``--insecure``: a tracker without certificates may be looked for too.
+
+    Raises:
+        InvalidInputError: none is given, and this machine is in no mesh whose trackers could be found.
+        TrackerUnreachableError: none of those given answers.
+        CommandFailedError: none was found, or none of those found answers.
+    """
+    if given:
+        return await _answering(given, identity)
+    if identity is None and not insecure:
+        raise InvalidInputError(
+            "this machine is in no mesh, so say where a tracker is with --tracker URL; "
+            "or join a mesh with `meshnet join TICKET`, after which its trackers are known"
+        )
+    remembered = identity.folder.trackers() if identity is not None else ()
+    failed: MeshnetErrors = []
+    if remembered:
+        try:
+            return await _answering(remembered, identity)
+        except TrackerUnreachableError as error:
+            failed.append(error)
+    found = await of_mesh(None if identity is None else identity.folder.pin())
+    if not found:
+        told = f" ({'; '.join(error.message for error in failed)})" if failed else ""
+        raise CommandFailedError(
+            f"no tracker of this mesh was found on the local network{told}; start one with `meshnet tracker`, "
+            "or say where it is with --tracker URL"
+        )
+    return await _answering(found, identity)
+
+
+MeshnetErrors = list[TrackerUnreachableError]
+
+
+async def of_mesh(pin: str | None) -> list[str]:
+    """Addresses of trackers on the local network: of the mesh with a pin, or of none."""
+    from meshnet_cli import mdns
+
+    return await mdns.find(pin)
+
+
+async def _answering(urls: Sequence[str], identity: trust.Identity | None) -> list[str]:
+    """``urls`` with one that answers in front."""
+    from meshnet_core.tracker_client import TrackerClient
+
+    tls = None if identity is None else identity.credentials.client_context()
+    failed: MeshnetErrors = []
+    for url in urls:
+        client = TrackerClient(url, tls=tls)
+        try:
+            await client.snapshot()
+        except TrackerUnreachableError as error:
+            failed.append(error)
+            continue
+        finally:
+            await client.close()
+        if identity is not None:
+            identity.remember([url])
+        return list(dict.fromkeys([url, *urls]))
+    raise failed[0]
