@@ -19,7 +19,7 @@ from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, CacheMissError, MeshnetError, MissReason
 from meshnet_node.cache_store import CacheStore, SessionKey, StoreLimits
 
-LIMITS = StoreLimits(budget_bytes=100, max_sessions=4, ttl_s=60.0, running_s=10.0)
+LIMITS = StoreLimits(budget_bytes=100, stateless_bytes=50, max_sessions=4, ttl_s=60.0, running_s=10.0)
 FOR_GOOD = 10**9
 
 sessions = st.sampled_from("abcdefg")
@@ -52,11 +52,13 @@ class Held:
 class Entry:
     """What the model knows of one admitted session."""
 
+    session: str
     held: Held
     epoch: int
     reserved: int
     age: int
     used_at: float
+    stateless: bool = False
     leases: int = 0
 
     @property
@@ -85,6 +87,14 @@ class Model:
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in (*self.entries.values(), *self.condemned))
+
+    def room_beside(self, session: str, stateless: bool) -> float:
+        """Bytes that ``session`` may take beside what others of its kind do. Without state, one alone has any."""
+        kind = [entry for entry in (*self.entries.values(), *self.condemned) if entry.stateless is stateless]
+        taken = sum(entry.nbytes for entry in kind if not stateless or entry.session != session)
+        if stateless:
+            return LIMITS.stateless_bytes - taken if taken else float("inf")
+        return LIMITS.budget_bytes - taken
 
     def depart(self, key: SessionKey, reason: MissReason) -> None:
         entry = self.entries.pop(key)
@@ -145,8 +155,13 @@ class StoreMachine(RuleBasedStateMachine):
         oldest = min((entry.used_at for entry in self.model.entries.values()), default=0.0)
         self.clock.advance(max(0.0, oldest + seconds - self.clock.now()))
 
-    @rule(key=keys, ahead=st.sampled_from([1, 1, 1, 2, 0, -1]), reserve=sizes)
-    def open(self, key: SessionKey, ahead: int, reserve: int) -> None:
+    @rule(
+        key=keys,
+        ahead=st.sampled_from([1, 1, 1, 2, 0, -1]),
+        reserve=sizes,
+        stateless=st.sampled_from([False, False, True]),
+    )
+    def open(self, key: SessionKey, ahead: int, reserve: int, stateless: bool) -> None:
         known = max(self.model.newest(key), self.model.over.get(key.session, -1))
         epoch = max(0, (known if known < FOR_GOOD else 0) + ahead)
         model, now = self.model, self._tick()
@@ -156,24 +171,29 @@ class StoreMachine(RuleBasedStateMachine):
         stale = epoch <= max(model.newest(key), model.over.get(key.session, -1))
         stale = stale or any(epoch < entry.epoch for entry in own.values())
         replaced = {name: entry for name, entry in own.items() if entry.epoch < epoch}
-        freed = sum(entry.nbytes for entry in replaced.values() if not entry.leases)
-        free = LIMITS.budget_bytes - model.nbytes + freed - reserve
-        places = LIMITS.max_sessions - len(model.entries) + len(replaced) - 1
+        room = Model({name: entry for name, entry in model.entries.items() if name not in replaced})
+        room.condemned = model.condemned + [entry for entry in replaced.values() if entry.leases]
+
+        def lacks_bytes() -> bool:
+            return room.room_beside(key.session, stateless) < reserve
+
+        def lacks_places() -> bool:
+            return len(room.entries) + 1 > LIMITS.max_sessions
+
         victims: list[SessionKey] = []
-        idle = model.idle(now, own)
-        while (free < 0 or places < 0) and idle:
-            victim = idle.pop(0)
-            victims.append(victim)
-            free += model.entries[victim].nbytes
-            places += 1
-        refusal = refused(lambda: self.store.admit(key, epoch, held, reserve))
+        for victim in model.idle(now, own):
+            if lacks_places() or (lacks_bytes() and model.entries[victim].stateless is stateless):
+                victims.append(victim)
+                room.entries.pop(victim)
+        refusal = refused(lambda: self.store.admit(key, epoch, held, reserve, stateless=stateless))
         if stale:
             assert isinstance(refusal, CacheMissError)
             released = epoch <= model.over.get(key.session, -1)
             assert refusal.reason is MissReason.EPOCH_STALE or (released and refusal.reason is MissReason.RELEASED)
             return
-        if free < 0 or places < 0:
+        if lacks_bytes() or lacks_places():
             assert isinstance(refusal, CacheFullError)
+            assert not stateless or not refusal.never
             return
         assert refusal is None
         for victim in victims:
@@ -181,7 +201,7 @@ class StoreMachine(RuleBasedStateMachine):
         for name in replaced:
             model.depart(name, MissReason.EPOCH_STALE)
         self.admitted += 1
-        model.entries[key] = Entry(held, epoch, reserve, self.admitted, now)
+        model.entries[key] = Entry(key.session, held, epoch, reserve, self.admitted, now, stateless)
         self.all_held.append(held)
 
     @rule(target=frames, which=st.integers(0, 3), needs=sizes | st.integers(0, 110))
@@ -258,7 +278,11 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_are_the_sum_and_within_the_budget(self) -> None:
         assert self.store.nbytes == self.model.nbytes
-        assert self.store.nbytes <= LIMITS.budget_bytes  # what a frame still runs on, though dropped, included
+        # What a frame still runs on, though dropped, is included.
+        assert self.store.taken(stateless=False) <= LIMITS.budget_bytes
+        stateless = [e for e in (*self.model.entries.values(), *self.model.condemned) if e.stateless]
+        if self.store.taken(stateless=True) > LIMITS.stateless_bytes:
+            assert len({entry.session for entry in stateless if entry.nbytes}) == 1
         assert len(self.store) <= LIMITS.max_sessions
 
     @invariant()
@@ -300,7 +324,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert isinstance(refusal, CacheMissError)
             assert refusal.reason in model.true_reasons(key, epoch)
             return multiple()
-        if max(grower.nbytes, needs) > LIMITS.budget_bytes:
+        if max(grower.nbytes, needs) > LIMITS.budget_bytes and not grower.stateless:
             assert isinstance(refusal, CacheFullError)
             model.depart(key, MissReason.EVICTED)
             return multiple()
@@ -326,7 +350,9 @@ class StoreMachine(RuleBasedStateMachine):
     ) -> None:
         """The entries that the store no longer has are ones it may take for ``grower``; the model follows."""
         model = self.model
-        missing = model.nbytes - grower.nbytes + max(grower.nbytes, needs) - LIMITS.budget_bytes
+        own = 0 if grower.stateless else grower.nbytes
+        missing = max(grower.nbytes, needs) - own - model.room_beside(key.session, grower.stateless)
+        idle = [other for other in idle if before[other].stateless is grower.stateless]
         gone = [other for other in before if self.store.find(other) is None]
         if missing <= 0:
             assert gone == []
@@ -337,6 +363,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert sum(before[other].nbytes for other in idle[: len(gone) - 1]) < missing
         for other in gone:
             assert other == key or before[other].leases == 0
+            assert before[other].stateless is grower.stateless
             assert other in idle or before[other].age >= grower.age
         for other in gone:
             model.depart(other, MissReason.EVICTED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
@@ -130,13 +131,46 @@ async def test_forward_and_finish_run_on_the_lanes_thread_and_are_timed(lane: La
     assert min(timing.queue_s, timing.forward_s, timing.finish_s) >= 0
 
 
-async def test_queued_counts_what_waits_and_not_what_runs(lane: Lane) -> None:
-    await lane.occupy()
+async def test_queued_counts_what_waits_and_what_runs(lane: Lane) -> None:
+    """A lane whose one frame takes long is busy, though nothing waits behind it."""
     assert lane.lane.queued == 0
+    await lane.occupy()
+    assert lane.lane.queued == 1
     await lane.queue(("a", "a0"), ("a", "a1"), ("b", "b0"))
-    assert lane.lane.queued == 3
+    assert lane.lane.queued == 4
     await lane.finish()
     assert lane.lane.queued == 0
+
+
+async def test_frames_that_are_withdrawn_do_not_run_and_one_that_runs_goes_on(lane: Lane) -> None:
+    running = await lane.occupy()
+    await lane.queue(("a", "a0"), ("b", "b0"), ("a", "a1"))
+    for turn in ("first", "a", "nobody's"):
+        lane.lane.withdraw(turn)
+    await asyncio.wait(lane.tasks[1:2], timeout=20)  # at once, while the other frame runs
+    assert not running.done()
+    await lane.finish()
+    assert lane.backend.order == ["first", "b0"]
+    assert [task.cancelled() for task in lane.tasks] == [False, True, False, True]
+
+
+async def test_a_lane_with_nothing_to_do_keeps_nothing_of_what_it_did(lane: Lane) -> None:
+    class Held:
+        """What a frame's outcome refers to."""
+
+        def __call__(self, _: ShardResult) -> None:
+            return None
+
+    lane.backend.run_free()
+    held = Held()
+    gone = weakref.ref(held)
+    await lane.submit("a", "a0", finish=held)
+    lane.tasks.clear()
+    del held
+    async with asyncio.timeout(20):
+        while gone() is not None:
+            gc.collect()
+            await asyncio.sleep(0.01)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

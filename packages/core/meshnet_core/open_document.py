@@ -180,7 +180,7 @@ class ProbeReply:
     Attributes:
         boot: its boot id.
         position: positions it holds of the session asked about; None where it holds none.
-        queued: frames waiting for its forward lanes; more than 0 means busy, not hung.
+        queued: frames that wait for its forward lane or run there; more than 0 means busy, not hung.
     """
 
     boot: str

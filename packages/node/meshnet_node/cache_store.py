@@ -4,9 +4,11 @@ The store knows ``nbytes`` and nothing of tensors, frames or models. Three rules
 
 * an entry that a frame holds on lease is never taken, and one used within ``running_s`` is never taken for a newcomer;
 * whatever leaves the store leaves a tombstone with the reason, so that a late frame gets an honest miss;
-* bytes are counted in one method, `CacheStore.nbytes`, from what the entries report.
+* bytes are counted in one method, `CacheStore.taken`, from what the entries report.
 
 Under the same budget it holds prefixes, what is left of sessions that are over: they are the first to give way.
+Sessions that keep no state have room of their own: what their frames take while they run is counted and bounded too,
+but one of them always fits, since it is the last resort where there is no room for state.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from meshnet_core.clock import Clock
 from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
-from meshnet_core.wire_fields import MAX_WHOLE
 from meshnet_node.held_prefixes import HeldPrefixes, PrefixKind, Sized
+from meshnet_node.tombstones import EVERY_EPOCH, Tombstones
 
 
 class Held(Protocol):
@@ -38,7 +40,7 @@ class Held(Protocol):
 
 
 H = TypeVar("H", bound=Held)
-_EVERY_EPOCH = MAX_WHOLE  # no document names a later one
+STATELESS_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +56,19 @@ class StoreLimits:
     """Bounds of a store.
 
     Attributes:
-        budget_bytes: for all entries together.
+        budget_bytes: for all entries that keep state together.
+        stateless_bytes: for all that keep none together; a single one may take more.
         max_sessions: entries at once.
         ttl_s: an entry unused for longer is dropped.
         running_s: an entry used within this time is running, and no newcomer takes its room; more for one whose
             steps may take longer.
-        max_tombstones: how many departed entries are remembered.
+        max_tombstones: how many departed sessions are remembered.
         max_prefixes: how many prefixes may be held on of sessions that are over; 0 holds none.
         prefix_ttl_s: one unused for longer is dropped.
     """
 
     budget_bytes: int
+    stateless_bytes: int = STATELESS_BYTES
     max_sessions: int = 256
     ttl_s: float = 600.0
     running_s: float = 30.0
@@ -75,6 +79,7 @@ class StoreLimits:
 
 @dataclass(slots=True, eq=False)  # two entries are never the same for looking alike
 class _Entry(Generic[H]):
+    session: str
     held: H
     epoch: int
     reserved: int
@@ -83,6 +88,7 @@ class _Entry(Generic[H]):
     admission: int
     used_at: float
     running_s: float
+    stateless: bool = False
     leases: int = 0
 
     @property
@@ -95,6 +101,27 @@ class _Entry(Generic[H]):
         return self.leases > 0 or now < self.used_at + self.running_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Room that is asked for beside what others of the same kind take, and how many sessions there would be.
+
+    Without state the others are other sessions: at two hops of one route a session does not stand in its own way.
+    """
+
+    stateless: bool
+    others: int
+    needed: int
+    count: int
+
+    def fits(self, limits: StoreLimits) -> bool:
+        most = limits.stateless_bytes if self.stateless else limits.budget_bytes
+        alone = self.stateless and not self.others  # the last resort, where nothing else is held for it
+        return self.count <= limits.max_sessions and (alone or self.others + self.needed <= most)
+
+    def without(self, nbytes: int) -> _Wanted:
+        return replace(self, others=self.others - nbytes, count=self.count - 1)
+
+
 class CacheStore(Generic[H]):
     """Sessions of one node. Not thread-safe: one event loop owns it."""
 
@@ -103,7 +130,7 @@ class CacheStore(Generic[H]):
         self._clock = clock
         self._entries: OrderedDict[SessionKey, _Entry[H]] = OrderedDict()  # least recently used first
         self._condemned: list[_Entry[H]] = []  # dropped while leased: their bytes count until the lease ends
-        self._tombstones: OrderedDict[SessionKey, tuple[MissReason, int]] = OrderedDict()
+        self._tombstones = Tombstones(limits.max_tombstones)
         self._admissions = itertools.count()
         self.prefixes: HeldPrefixes[Any] = HeldPrefixes(clock, most=limits.max_prefixes, ttl_s=limits.prefix_ttl_s)
         self.dropped: Counter[MissReason] = Counter()
@@ -117,10 +144,22 @@ class CacheStore(Generic[H]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken by all entries and held prefixes; the one place where they are counted."""
-        return self.prefixes.nbytes + sum(entry.nbytes for entry in (*self._entries.values(), *self._condemned))
+        """Bytes taken by all entries and held prefixes."""
+        return self.taken(stateless=False) + self.taken(stateless=True)
 
-    def admit(self, key: SessionKey, epoch: int, held: H, reserve: int, step_s: float = 0.0) -> None:
+    def taken(self, *, stateless: bool, but: str | None = None) -> int:
+        """Bytes taken by the entries that keep no state, or by all others and prefixes; those of one session left out.
+
+        The one place where they are counted.
+        """
+        entries = (*self._entries.values(), *self._condemned)
+        return (0 if stateless else self.prefixes.nbytes) + sum(
+            entry.nbytes for entry in entries if entry.stateless is stateless and entry.session != but
+        )
+
+    def admit(
+        self, key: SessionKey, epoch: int, held: H, reserve: int, step_s: float = 0.0, *, stateless: bool = False
+    ) -> None:
         """Take in a new session, or a new epoch of one, with ``reserve`` bytes set aside for it.
 
         Prefixes give way first, then entries that are idle, least recently used first; running ones never do. What the
@@ -136,19 +175,27 @@ class CacheStore(Generic[H]):
         self._check_newer(key, epoch)
         own = self._of_session(key.session)
         past = [name for name, entry in own.items() if entry.epoch < epoch]
-        freed = sum(own[name].nbytes for name in past if not own[name].leases)  # what a frame runs on stays a while
-        wanted = self.nbytes - freed + reserve
-        victims = self._idle_victims(wanted - self.prefixes.idle_nbytes, len(self) - len(past) + 1, set(own))
+        going = [own[name] for name in past if own[name].stateless is stateless]
+        freed = sum(entry.nbytes for entry in going if not entry.leases)  # what a frame runs on stays a while
+        others = self.taken(stateless=True, but=key.session) if stateless else self.taken(stateless=False) - freed
+        yielding = 0 if stateless else self.prefixes.idle_nbytes
+        wanted = _Wanted(stateless, others - yielding, reserve, len(self) - len(past) + 1)
+        victims = self._idle_victims(wanted, set(own))
         if victims is None:
-            raise CacheFullError(self._why_full(reserve), never=self._never_fits(key, epoch, reserve))
-        self.prefixes.give_way(wanted - self.limits.budget_bytes)
+            raise CacheFullError(
+                self._why_full(stateless, reserve), never=self._never_fits(key, epoch, stateless, reserve)
+            )
+        if not stateless:
+            self.prefixes.give_way(others + reserve - self.limits.budget_bytes)
         for victim in victims:
             self.drop(victim, MissReason.EVICTED)
         for name in past:
             self.drop(name, MissReason.EPOCH_STALE)
-        self._tombstones.pop(key, None)
-        running_s = max(self.limits.running_s, step_s)
-        self._entries[key] = _Entry(held, epoch, reserve, next(self._admissions), self._clock.now(), running_s)
+        self._tombstones.open(key.session, key.hop_index)
+        running_s, now = max(self.limits.running_s, step_s), self._clock.now()
+        self._entries[key] = _Entry(
+            key.session, held, epoch, reserve, next(self._admissions), now, running_s, stateless
+        )
 
     def find(self, key: SessionKey) -> tuple[H, int] | None:
         """The entry and its epoch, without touching its place in the order; None if there is none."""
@@ -157,10 +204,9 @@ class CacheStore(Generic[H]):
 
     def knows(self, session: str) -> bool:
         """Whether something of it is here, or was and left otherwise than by its end."""
-        whole = _whole_session(session)
-        if self._tombstones.get(whole, (None, -1))[1] == _EVERY_EPOCH:
-            return False
-        return any(key.session == session and key != whole for key in (*self._entries, *self._tombstones))
+        return not self._tombstones.is_over(session) and (
+            self._tombstones.was_here(session) or bool(self._of_session(session))
+        )
 
     def require(self, key: SessionKey, epoch: int) -> H:
         """The entry for a frame of ``epoch``.
@@ -214,9 +260,9 @@ class CacheStore(Generic[H]):
             return False
         if entry.leases:
             self._condemned.append(entry)
-        entry.held.cancel()
+        self._tombstones.bury(key.session, key.hop_index, reason, entry.epoch)
         self.dropped[reason] += 1
-        self._bury(key, reason, entry.epoch)
+        entry.held.cancel()
         return True
 
     def drop_held(self, key: SessionKey, held: H, reason: MissReason) -> bool:
@@ -226,14 +272,11 @@ class CacheStore(Generic[H]):
 
     def release(self, session: str, through_epoch: int | None = None) -> int:
         """Free the entries of ``session``, all of them or those up to an epoch; idempotent. Returns how many."""
-        last = _EVERY_EPOCH if through_epoch is None else through_epoch
+        last = EVERY_EPOCH if through_epoch is None else through_epoch
         keys = [key for key, entry in self._entries.items() if key.session == session and entry.epoch <= last]
         for key in keys:
             self.drop(key, MissReason.RELEASED)
-        # For the session as a whole: an open or a frame for any hop of it may still be on its way here. Releases may
-        # overtake each other, and one of a few epochs takes nothing back from one of all.
-        _, before = self._tombstones.get(_whole_session(session), (MissReason.RELEASED, -1))
-        self._bury(_whole_session(session), MissReason.RELEASED, max(before, last))
+        self._tombstones.release(session, last)  # an open or a frame for any hop of it may still be on its way here
         return len(keys)
 
     def evict_idle(self, wanted: Callable[[H], bool]) -> bool:
@@ -251,7 +294,7 @@ class CacheStore(Generic[H]):
 
         Older prefixes give way for it, sessions never do.
         """
-        excess = self.nbytes + state.nbytes - self.limits.budget_bytes
+        excess = self.taken(stateless=False) + state.nbytes - self.limits.budget_bytes
         if excess > self.prefixes.idle_nbytes or self.limits.max_prefixes < 1:
             return False
         self.prefixes.give_way(excess)
@@ -268,9 +311,9 @@ class CacheStore(Generic[H]):
         return len(expired)
 
     def _check_newer(self, key: SessionKey, epoch: int) -> None:
-        reason, old_epoch = self._tombstone(key)
+        reason, old_epoch = self._tombstones.of(key.session, key.hop_index)
         if epoch <= old_epoch:
-            over = "is over for good" if old_epoch == _EVERY_EPOCH else f"is over up to epoch {old_epoch}"
+            over = "is over for good" if old_epoch == EVERY_EPOCH else f"is over up to epoch {old_epoch}"
             raise CacheMissError(
                 f"session {key.session} {over}, epoch {epoch} included",
                 reason=reason if reason is MissReason.RELEASED else MissReason.EPOCH_STALE,
@@ -285,20 +328,19 @@ class CacheStore(Generic[H]):
         """What it has here, at all of its hops."""
         return {key: entry for key, entry in self._entries.items() if key.session == session}
 
-    def _idle_victims(self, nbytes: int, count: int, spared: set[SessionKey]) -> list[SessionKey] | None:
+    def _idle_victims(self, wanted: _Wanted, spared: set[SessionKey]) -> list[SessionKey] | None:
         """Idle entries to drop, oldest use first, so that totals fit the limits; None if even all are too few."""
         now = self._clock.now()
         victims: list[SessionKey] = []
         for key, entry in self._entries.items():
-            if nbytes <= self.limits.budget_bytes and count <= self.limits.max_sessions:
+            if wanted.fits(self.limits):
                 break
-            if key in spared or entry.is_running(now):
+            gives_bytes = entry.stateless is wanted.stateless
+            if key in spared or entry.is_running(now) or not (gives_bytes or wanted.count > self.limits.max_sessions):
                 continue
             victims.append(key)
-            nbytes -= entry.nbytes
-            count -= 1
-        fits = nbytes <= self.limits.budget_bytes and count <= self.limits.max_sessions
-        return victims if fits else None
+            wanted = wanted.without(entry.nbytes if gives_bytes else 0)
+        return victims if wanted.fits(self.limits) else None
 
     def _make_room_to_grow(self, key: SessionKey, needs: int) -> None:
         """Prefixes give way first, then idle entries, then the youngest that no frame runs on, the grower included.
@@ -306,18 +348,27 @@ class CacheStore(Generic[H]):
         Were the grower spared, two sessions could evict each other in turn, and neither would get on.
         """
         entry = self._entries[key]
-        wanted = max(entry.nbytes, needs)
-        if wanted > self.limits.budget_bytes:
+        stateless, needed = entry.stateless, max(entry.nbytes, needs)
+        if needed > self.limits.budget_bytes and not stateless:
             self.drop(key, MissReason.EVICTED)
             raise CacheFullError(
-                f"session {key.session} has outgrown this node: it needs {wanted} of {self.limits.budget_bytes} bytes",
+                f"session {key.session} has outgrown this node: it needs {needed} of {self.limits.budget_bytes} bytes",
                 never=True,
             )
-        self.prefixes.give_way(self.nbytes - entry.nbytes + wanted - self.limits.budget_bytes)
-        while self.nbytes - entry.nbytes + wanted > self.limits.budget_bytes:
-            victims = self._idle_victims(self.nbytes - entry.nbytes + wanted, len(self), {key})
+        if not stateless:
+            others = self.taken(stateless=False) - entry.nbytes
+            self.prefixes.give_way(others + needed - self.limits.budget_bytes)
+        while True:
+            others = (
+                self.taken(stateless=True, but=key.session) if stateless else self.taken(stateless=False) - entry.nbytes
+            )
+            wanted = _Wanted(stateless, others, needed, len(self))
+            if wanted.fits(self.limits):
+                break
+            victims = self._idle_victims(wanted, {key})
             if victims is None:
-                free = [name for name, other in self._entries.items() if other is entry or not other.leases]
+                alike = {name: other for name, other in self._entries.items() if other.stateless is stateless}
+                free = [name for name, other in alike.items() if other is entry or not other.leases]
                 victims = [max(free, key=lambda name: self._entries[name].admission)]
                 self.preempted += 1
             for victim in victims:
@@ -326,46 +377,32 @@ class CacheStore(Generic[H]):
                 raise CacheMissError(
                     f"session {key.session}, the youngest, gave way: no room to grow", reason=MissReason.EVICTED
                 )
-        entry.reserved = wanted
+        entry.reserved = needed
 
-    def _never_fits(self, key: SessionKey, epoch: int, reserve: int) -> bool:
+    def _never_fits(self, key: SessionKey, epoch: int, stateless: bool, reserve: int) -> bool:
         """Whether there would be no room if nothing but the session's other hops at this node were held."""
         own = [entry for name, entry in self._of_session(key.session).items() if name != key and entry.epoch == epoch]
-        needed = reserve + sum(entry.nbytes for entry in own)
-        return needed > self.limits.budget_bytes or len(own) + 1 > self.limits.max_sessions
+        others = sum(entry.nbytes for entry in own)
+        alone = _Wanted(stateless, 0 if stateless else others, reserve, len(own) + 1)
+        return not alone.fits(self.limits)
 
-    def _why_full(self, reserve: int) -> str:
-        limits = self.limits
-        if reserve > limits.budget_bytes:
+    def _why_full(self, stateless: bool, reserve: int) -> str:
+        limits, kind = self.limits, "session without state" if stateless else "session"
+        if reserve > limits.budget_bytes and not stateless:
             return f"a session of {reserve} bytes is more than this node's budget of {limits.budget_bytes} bytes"
         return (
-            f"no room for a session of {reserve} bytes: {self.nbytes} of {limits.budget_bytes} bytes and "
+            f"no room for a {kind} of {reserve} bytes: {self.taken(stateless=stateless)} of "
+            f"{limits.stateless_bytes if stateless else limits.budget_bytes} bytes and "
             f"{len(self)} of {limits.max_sessions} sessions are taken, and those that run do not give way"
         )
 
     def _why_gone(self, key: SessionKey, epoch: int) -> MissReason:
         """Why there is nothing of ``epoch`` here, where the key names no entry."""
-        reason, last = self._tombstone(key)
+        reason, last = self._tombstones.of(key.session, key.hop_index)
         if epoch > last:
             return MissReason.UNKNOWN_SESSION  # older epochs were here, this one never was
         return reason if epoch == last or reason is MissReason.RELEASED else MissReason.EPOCH_STALE
 
-    def _tombstone(self, key: SessionKey) -> tuple[MissReason, int]:
-        """Why ``key`` is not here, and up to which epoch it was."""
-        buried = (self._tombstones.get(_whole_session(key.session)), self._tombstones.get(key))
-        known = [tombstone for tombstone in buried if tombstone is not None]
-        return max(known, key=lambda tombstone: tombstone[1], default=(MissReason.UNKNOWN_SESSION, -1))
-
     def _touch(self, key: SessionKey, entry: _Entry[H]) -> None:
         entry.used_at = self._clock.now()
         self._entries.move_to_end(key)
-
-    def _bury(self, key: SessionKey, reason: MissReason, epoch: int) -> None:
-        self._tombstones[key] = (reason, epoch)
-        self._tombstones.move_to_end(key)
-        while len(self._tombstones) > self.limits.max_tombstones:
-            self._tombstones.popitem(last=False)
-
-
-def _whole_session(session: str) -> SessionKey:
-    return SessionKey(session, -1)

@@ -72,6 +72,7 @@ class ForwardLane:
     def __init__(self, name: str = "forward-lane", *, threads: int | None = None) -> None:
         self._threads = threads
         self._queues: OrderedDict[object, deque[_Job[object]]] = OrderedDict()
+        self._running = 0
         self._ready = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -79,9 +80,9 @@ class ForwardLane:
 
     @property
     def queued(self) -> int:
-        """Frames that wait for their turn."""
+        """Frames that the lane is not through with: those that wait for their turn, and those that run."""
         with self._ready:
-            return sum(len(queue) for queue in self._queues.values())
+            return self._running + sum(len(queue) for queue in self._queues.values())
 
     async def run(
         self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T]
@@ -94,8 +95,11 @@ class ForwardLane:
             work: the frame.
             finish: what turns the shard's result into the caller's (sampling, say).
 
+        A caller that is cancelled does not take its frame along: it runs when its turn comes, unless it is withdrawn.
+
         Raises:
             whatever the backend or ``finish`` raised.
+            asyncio.CancelledError: the frame was withdrawn, or the lane closed before it ran.
         """
         loop = asyncio.get_running_loop()
         job: _Job[T] = _Job(backend, work, finish, loop, loop.create_future())
@@ -105,6 +109,13 @@ class ForwardLane:
             self._queues.setdefault(turn, deque()).append(job)  # type: ignore[arg-type]
             self._ready.notify()
         return await job.future
+
+    def withdraw(self, turn: object) -> None:
+        """Cancel the frames of ``turn`` that wait; one that runs goes on, and whoever awaits it is told its end."""
+        with self._ready:
+            jobs = self._queues.pop(turn, ())
+        for job in jobs:
+            job.settle(None)
 
     def close(self) -> None:
         """Stop after the frame that is running; frames still queued are cancelled."""
@@ -127,7 +138,9 @@ class ForwardLane:
                 if self._closed:
                     return
                 jobs = self._take()
+                self._running = len(jobs)
             self._execute(jobs)
+            del jobs  # the lane may have nothing to do for long, and they hold states and tensors
 
     def _take(self) -> list[_Job[object]]:
         """The next session's first frame, and those of others that the same backend can run beside it."""
@@ -142,8 +155,13 @@ class ForwardLane:
                 self._queues[turn] = queue  # to the back: the others come first
         return jobs
 
-    @staticmethod
-    def _execute(jobs: list[_Job[object]]) -> None:
+    def _settle(self, job: _Job[object], value: tuple[object, LaneTiming] | Exception) -> None:
+        """Tell the outcome of a frame that ran; who hears of it finds the lane through with it."""
+        with self._ready:
+            self._running -= 1
+        job.settle(value)
+
+    def _execute(self, jobs: list[_Job[object]]) -> None:
         started = time.perf_counter()
         try:
             results: list[ShardResult | Exception] = list(jobs[0].backend.forward([job.work for job in jobs]))
@@ -154,13 +172,13 @@ class ForwardLane:
         forward_s = time.perf_counter() - started
         for job, result in zip(jobs, results, strict=True):
             if isinstance(result, Exception):
-                job.settle(result)
+                self._settle(job, result)
                 continue
             finishing = time.perf_counter()
             try:
                 value = job.finish(result)
             except Exception as error:  # noqa: BLE001 - as above
-                job.settle(error)
+                self._settle(job, error)
                 continue
             timing = LaneTiming(started - job.queued_at, forward_s, time.perf_counter() - finishing)
-            job.settle((value, timing))
+            self._settle(job, (value, timing))

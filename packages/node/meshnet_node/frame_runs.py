@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from meshnet_core.link_times import LinkTimes
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.transport import HopTransport
 from meshnet_node.cache_store import CacheStore, SessionKey
-from meshnet_node.forward_lane import ForwardLane
+from meshnet_node.forward_lane import ForwardLane, LaneTiming
 from meshnet_node.hop_session import FrameKey, HopSession, Outcome, Run
 from meshnet_node.model_backend import ForwardCancelledError, ShardResult, ShardWork
 from meshnet_node.prefix_use import PrefixUse, copy_of
@@ -40,6 +41,8 @@ MAX_QUEUED_FRAMES = 4  # of one session at one hop; the sender waits beyond that
 EARLY_HOLD_S = 10.0  # how long a frame waits for the one before it
 RUN_DEADLINES = 2  # a frame may run for this many of its steps' deadlines: one that was busy is asked for once more
 DOWNSTREAM_MARGIN = 0.95  # of what is left of the deadline goes to the next hop, so that the hop that hung is blamed
+
+_DELIVERED_AGAIN = (HopUnreachableError, DeadlineError, BadFrameError)  # the next hop may not have had it, or not whole
 
 
 class SampleFunction(Protocol):
@@ -55,6 +58,15 @@ class SampleFunction(Protocol):
         allowed: torch.Tensor | None = None,
         /,
     ) -> SampledToken: ...
+
+
+def is_acknowledged(frame: Frame, session: HopSession) -> bool:
+    """Whether a frame is answered as soon as it has its place here, before it runs.
+
+    One that samples nothing, at every hop but the first: so each hop works on a chunk while the one before it works on
+    the next. The first one answers when the second has it, which holds the gateway to the pace of its own layers.
+    """
+    return not frame.sample and (frame.hop_index > 0 or session.is_tail)
 
 
 class FrameRuns:
@@ -106,13 +118,14 @@ class FrameRuns:
         if frame_key not in session.runs:
             await self._await_turn(key, session, frame, frame_key, deadline)
         if (known := session.runs.get(frame_key)) is not None:  # a retry, or a twin that came while this one waited
-            self._revive(session, frame, known, deadline)
+            self._revive(session, known, deadline)
             return known
         session.accepted = frame.position + frame.seq_len
         session.received_bytes += len(frame.body)
         kind = frame.phase.value if frame.cache else "stateless"
         session.frames[kind] = session.frames.get(kind, 0) + 1
-        run = Run(asyncio.create_task(self._run(key, session, frame, frame_key, arrived, deadline)))
+        task = asyncio.create_task(self._run(key, session, frame, frame_key, arrived, deadline))
+        run = Run(replace(frame, body=b""), len(frame.body), task)
         self._keep(session, run.task)
         session.remember(frame_key, run)
         session.announce()
@@ -128,10 +141,12 @@ class FrameRuns:
             return
         give_up = min(deadline, self._clock.now() + EARLY_HOLD_S)
         while (
-            frame.position > session.accepted and not session.is_next(frame)
+            early := frame.position > session.accepted and not session.is_next(frame)
         ) or session.in_flight >= MAX_QUEUED_FRAMES:
+            # Who is next and finds the queue full waits for as long as frames here may take.
+            wait_s = (give_up if early else deadline) - self._clock.now()
             try:
-                async with asyncio.timeout(max(0.0, give_up - self._clock.now())):
+                async with asyncio.timeout(max(0.0, wait_s)):
                     await session.changed.wait()
             except TimeoutError:
                 break
@@ -159,11 +174,14 @@ class FrameRuns:
                 raise self._gone(key, frame.epoch) from error
             raise
         run = session.runs[frame_key]
-        run.undelivered = outcome
+        run.undelivered = None if outcome.hidden is None else outcome
         try:
-            return await self._deliver(session, frame, run, outcome, arrived, max(deadline, run.deadline))
+            if is_acknowledged(frame, session):  # nobody would send it again: once more if the connection breaks
+                with suppress(HopUnreachableError, BadFrameError):
+                    return await self._deliver(session, run, outcome, arrived, max(deadline, run.deadline))
+            return await self._deliver(session, run, outcome, arrived, max(deadline, run.deadline))
         except BaseException:
-            if session.state is None:  # no room was taken to keep what would be delivered again; a retry runs anew
+            if session.state is None:  # what would be delivered again is not kept; a retry runs anew
                 session.runs.pop(frame_key, None)
             raise
 
@@ -190,21 +208,34 @@ class FrameRuns:
             session.measure_state()
             return result, tokens, copy_of(session.state) if copied else None
 
-        with (
-            self._store.lease(key, frame.epoch, session.room(end)),
-            self._prefixes.begun_from(session, frame) as held,
-        ):
-            try:
-                async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
-                    turn, work = (key, frame.epoch), replace(work, held=held)
-                    (result, tokens, copy), timing = await self._lane.run(turn, shard.backend, work, finish)
+        turn = (key, frame.epoch)
+
+        async def leased() -> tuple[ShardResult, tuple[SampledToken, ...], LaneTiming]:
+            """Holds the session until the lane is through with the frame, though nobody may wait for that any more."""
+            with (
+                self._store.lease(key, frame.epoch, session.room(end)),
+                self._prefixes.begun_from(session, frame) as held,
+            ):
+                begun = replace(work, held=held)
+                (result, tokens, copy), timing = await self._lane.run(turn, shard.backend, begun, finish)
                 if copy is not None:
                     self._prefixes.keep_copy(session, copy)
-            except TimeoutError as error:
+                return result, tokens, timing
+
+        on_lane = asyncio.create_task(leased())
+        self._background.add(on_lane)
+        on_lane.add_done_callback(self._through)
+        try:
+            await asyncio.wait([on_lane], timeout=max(0.0, deadline - self._clock.now()))
+            if not on_lane.done():
                 raise DeadlineError(
                     f"layers {session.document.hop.layers} did not finish the frame at position {frame.position} in "
                     f"{RUN_DEADLINES} deadlines of a step"
-                ) from error
+                )
+        finally:
+            if not on_lane.done():  # whatever ends this wait ends the session: its frames need not run
+                self._lane.withdraw(turn)
+        result, tokens, timing = on_lane.result()
         shard.measure(
             len(session.document.hop.layers),
             frame.seq_len,
@@ -237,15 +268,20 @@ class FrameRuns:
         return token
 
     async def _deliver(
-        self, session: HopSession, frame: Frame, run: Run, outcome: Outcome, arrived: float, deadline: float
+        self, session: HopSession, run: Run, outcome: Outcome, arrived: float, deadline: float
     ) -> FrameReply:
         """The reply: the own tokens at the tail, else what the next hop answers to the hidden states."""
-        timing = outcome.timing
+        frame, timing = run.frame, outcome.timing
         position = frame.position + frame.seq_len
         next_hop = session.document.next_hop
         if next_hop is None or outcome.hidden is None:
             timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived))
             return FrameReply(position, outcome.tokens, (timing,), self.if_draining(frame))
+        for earlier in session.undelivered_before(run):  # acknowledged to the hop before, which will not send it again
+            self._revive(session, earlier, deadline)
+            await asyncio.wait([earlier.task])
+            earlier.task.result()
+        used_s = self._clock.now() - arrived
         left_ms = int(1000 * (deadline - self._clock.now()) * DOWNSTREAM_MARGIN)
         if left_ms < 1:
             raise DeadlineError(f"no time was left to hand position {frame.position} to the next hop")
@@ -257,7 +293,19 @@ class FrameRuns:
             body=outcome.hidden,
         )
         sent_at = self._clock.now()
-        reply = await self._transport.forward(next_hop.url, onward)
+        try:
+            reply = await self._transport.forward(next_hop.url, onward)
+        except DeadlineError as error:
+            if 1000 * used_s <= left_ms:
+                raise
+            raise DeadlineError(  # no other hop is named, so it is this one
+                f"the frame at position {frame.position} took {used_s:.1f} s here, which left {left_ms / 1000:.1f} s "
+                f"for the hops after this one ({error.message})"
+            ) from error
+        except MeshnetError as error:
+            if not isinstance(error, _DELIVERED_AGAIN):
+                run.undelivered = None
+            raise
         run.undelivered = None
         if reply.timings:
             elapsed_ms = 1000 * (self._clock.now() - sent_at)
@@ -270,13 +318,13 @@ class FrameRuns:
         """What a reply says of this hop where its node is about to leave."""
         return (frame.hop_index,) if self._is_draining() else ()
 
-    def _revive(self, session: HopSession, frame: Frame, run: Run, deadline: float) -> None:
-        """A retry of a frame whose own part went well but whose delivery failed: only the delivery runs again."""
+    def _revive(self, session: HopSession, run: Run, deadline: float) -> None:
+        """Of a frame whose own part went well but whose delivery failed, only the delivery runs again."""
         run.deadline = max(run.deadline, deadline)
         if not run.task.done() or run.undelivered is None or run.task.cancelled():
             return
-        if isinstance(run.task.exception(), HopUnreachableError | DeadlineError | BadFrameError):
-            delivery = self._deliver(session, frame, run, run.undelivered, self._clock.now(), deadline)
+        if isinstance(run.task.exception(), _DELIVERED_AGAIN):
+            delivery = self._deliver(session, run, run.undelivered, self._clock.now(), deadline)
             run.task = asyncio.create_task(delivery)
             self._keep(session, run.task)
 
@@ -300,6 +348,12 @@ class FrameRuns:
         except CacheMissError as miss:
             return miss
         return CacheMissError(f"a frame of session {key.session} was cancelled", reason=MissReason.FAILED)
+
+    def _through(self, on_lane: asyncio.Task[Any]) -> None:
+        """The lane is through with a frame; an error of it was for the run, which may have gone before."""
+        self._background.discard(on_lane)
+        if not on_lane.cancelled():
+            on_lane.exception()
 
     def _keep(self, session: HopSession, task: asyncio.Task[Any]) -> None:
         self._background.add(task)

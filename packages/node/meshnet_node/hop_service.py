@@ -6,7 +6,7 @@ tensors; state lives in the store.
 
     forward(frame) ── check ── in order? ── lane (own layers) ──┬─ tail: sample ───────────── reply
                         │         │                             └─ else: next hop's forward ─ reply + own timing
-                      refuse   hold / miss        a chunk that is not the last is acknowledged once queued downstream
+                      refuse   hold / miss        a chunk that is not the last is acknowledged once the next hop has it
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshnet_core.transport import HopTransport
 from meshnet_node.cache_store import CacheStore, SessionKey
 from meshnet_node.constraint import Constraint, GrammarCompiler
 from meshnet_node.forward_lane import ForwardLane
-from meshnet_node.frame_runs import DOWNSTREAM_MARGIN, FrameRuns, SampleFunction
+from meshnet_node.frame_runs import DOWNSTREAM_MARGIN, FrameRuns, SampleFunction, is_acknowledged
 from meshnet_node.hop_session import HopSession
 from meshnet_node.marked_errors import MarkedErrors
 from meshnet_node.prefix_use import PrefixUse
@@ -120,7 +120,7 @@ class HopService:
             try:
                 session.check(frame)
                 run = await self._runs.take_in(key, session, frame, arrived)
-                if not frame.sample and session.is_tail:
+                if is_acknowledged(frame, session):
                     queued = HopTiming(frame.hop_index, total_ms=1000 * (self._clock.now() - arrived))
                     position = frame.position + frame.seq_len
                     return FrameReply(position, timings=(queued,), draining=self._runs.if_draining(frame))
@@ -247,7 +247,8 @@ class HopService:
         state = backend.new_state(document.hop.layers.start) if document.cache else None
         session = HopSession(document, lease, state, history=list(document.history), constraint=constraint)
         self._prefixes.offer(session)  # what it could begin from is the last of the prefixes to give way to it
-        self.store.admit(key, document.epoch, session, self._reserve(session), document.step_deadline_ms / 1000)
+        reserve, step_s = self._reserve(session), document.step_deadline_ms / 1000
+        self.store.admit(key, document.epoch, session, reserve, step_s, stateless=not document.cache)
         return self._opened(session)
 
     def _opened(self, session: HopSession) -> OpenReply:

@@ -53,11 +53,27 @@ class Outcome:
 
 @dataclass(slots=True)
 class Run:
-    """One frame this hop has taken in: the task that makes its reply, and what the next hop has not answered to yet."""
+    """One frame this hop has taken in: the task that makes its reply, and what the next hop has not answered to yet.
 
+    Attributes:
+        frame: without its body.
+        body_bytes: of that body.
+        task: makes the reply.
+        undelivered: what is, or was in vain, on its way to the next hop.
+        deadline: the latest of those that the frame and retries of it came with.
+    """
+
+    frame: Frame
+    body_bytes: int
     task: asyncio.Task[FrameReply]
     undelivered: Outcome | None = None
-    deadline: float = 0.0  # the latest of those that its frame and retries of it came with
+    deadline: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for it: the frame until it is done with, and what the next hop has not answered to."""
+        hidden = None if self.undelivered is None else self.undelivered.hidden
+        return (0 if self.task.done() else self.body_bytes) + len(hidden or b"")
 
 
 @dataclass(slots=True, eq=False)  # one object is one session; comparing states would be slow and mean nothing
@@ -100,28 +116,30 @@ class HopSession:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state after the last frame, and of hidden states that the next hop has not answered to yet.
-
-        0 on the stateless path, which takes no room.
-        """
-        if self.state is None:
-            return 0
-        outcomes = (run.undelivered for run in self.runs.values())
-        return self.state_bytes + sum(len(outcome.hidden or b"") for outcome in outcomes if outcome is not None)
+        """Bytes of state after the last frame, of frames that are not done with, and of what the next hop has not
+        answered to yet."""
+        return self.state_bytes + sum(run.nbytes for run in self.runs.values())
 
     def room(self, positions: int) -> int:
-        """Bytes that the session may come to hold with ``positions`` positions; 0 on the stateless path.
+        """Bytes that the session may come to hold with ``positions`` positions: state, and activations of frames.
 
-        State, and hidden states of as many chunks as may be on their way to the next hop at once.
+        Of as many chunks as may be in flight at once what comes in and what goes out; on the stateless path, which has
+        no state, of the whole sequence.
         """
+        width = self.width_in + (0 if self.is_tail else self._hidden_width)
         if self.state is None:
-            return 0
-        backend, start = self.shard.backend, self.document.hop.layers.start
-        room = backend.state_bytes(start, positions)
-        if not self.is_tail:
-            width = self.document.hidden_size * dtype_bytes(self.document.wire_dtype)
-            room += min(positions, KEPT_RUNS * MAX_CHUNK) * width
-        return room
+            return positions * width
+        state = self.shard.backend.state_bytes(self.document.hop.layers.start, positions)
+        return state + min(positions, KEPT_RUNS * MAX_CHUNK) * width
+
+    @property
+    def width_in(self) -> int:
+        """Bytes of one position of a frame's body: a token id into the first hop, hidden states after it."""
+        return self._hidden_width if self.document.hop_index > 0 else TOKEN_ID_BYTES
+
+    @property
+    def _hidden_width(self) -> int:
+        return self.document.hidden_size * dtype_bytes(self.document.wire_dtype)
 
     @property
     def in_flight(self) -> int:
@@ -149,14 +167,20 @@ class HopSession:
         self.lease.end()
         self.announce()
 
+    def undelivered_before(self, run: Run) -> list[Run]:
+        """Runs of earlier frames that ended before the next hop had them, in order."""
+        before = [other for other in self.runs.values() if other.frame.position < run.frame.position]
+        return [other for other in before if other.undelivered is not None and other.task.done()]
+
     def announce(self) -> None:
         """Wake whoever waits for this session to change."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     def remember(self, key: FrameKey, run: Run) -> None:
-        """Keep ``run`` for a retry of its frame; of finished ones only the last few stay."""
+        """Keep ``run`` for a retry of its frame; of finished ones only the last few stay, undelivered ones longest."""
         finished = [old for old, past in self.runs.items() if past.task.done()]
+        finished.sort(key=lambda old: self.runs[old].undelivered is not None)
         for old in finished[: max(0, len(self.runs) + 1 - KEPT_RUNS)]:
             del self.runs[old]
         self.runs[key] = run
@@ -214,9 +238,7 @@ class HopSession:
                 f"{document.expected_length}"
             )
         self._check_phase(frame)
-        width = TOKEN_ID_BYTES
-        if document.hop_index > 0:
-            width = document.hidden_size * dtype_bytes(document.wire_dtype)
+        width = self.width_in
         if len(frame.body) != frame.seq_len * width:
             what = "int32 token ids" if document.hop_index == 0 else f"{document.wire_dtype} hidden states"
             raise BadFrameError(

@@ -19,7 +19,7 @@ _GAUGES = {
     "prefixes": "Prefixes held on of sessions that are over.",
     "prefix_bytes": "Bytes of held prefixes; they count among the reserved ones.",
     "max_sessions": "Sessions that the node may hold state of.",
-    "queued": "Frames waiting for a forward lane.",
+    "queued": "Frames that wait for the forward lane or run there.",
     "loaded_shards": "Shards in memory, or on their way there.",
     "draining": "1 while the node takes no new sessions because it is about to leave.",
 }

@@ -81,7 +81,8 @@ class PrefixUse:
             return False
         if self._store.prefixes.covers(_kind(session), frozenset({_key_at(session, end)})):
             return False
-        room = self._store.limits.budget_bytes - self._store.nbytes + self._store.prefixes.idle_nbytes
+        taken = self._store.taken(stateless=False)
+        room = self._store.limits.budget_bytes - taken + self._store.prefixes.idle_nbytes
         return session.shard.backend.state_bytes(document.hop.layers.start, end) <= room
 
     def keep_copy(self, session: HopSession, copy: SessionState) -> None:

@@ -151,6 +151,25 @@ async def test_no_time_left_after_the_own_layers_is_the_own_fault(backends: list
     await line.close()
 
 
+@pytest.mark.parametrize(("own_s", "blamed"), [(12, 0), (8, 1)])
+async def test_the_hop_that_took_most_of_the_time_is_blamed_for_a_late_frame(
+    backends: list[ShardBackend], own_s: float, blamed: int
+) -> None:
+    """Of 20 s, the next hop needs more than is left for it."""
+    clock = ManualClock()
+    line = Line(backends, clock)
+    line.shards[0].before = lambda _work: clock.advance(own_s)
+
+    async def late(frame: Frame) -> None:
+        raise DeadlineError(f"not within {frame.deadline_ms} ms", hop_index=1)
+
+    line.wire.before = late
+    await line.open()
+    error = await line.refusal(WHOLE)
+    assert (type(error), error.hop_index) == (DeadlineError, blamed)
+    await line.close()
+
+
 async def test_an_evicted_session_is_told_so(line: Line) -> None:
     await line.begin()
     line.hops[1].store.drop(SessionKey(SESSION, 1), MissReason.EVICTED)

@@ -133,11 +133,27 @@ async def test_who_waits_too_long_for_a_place_in_the_queue_is_told(line: Line, g
     chunks = [tokens_frame(PROMPT[at : at + 2], at, sample=0) for at in range(0, 8, 2)]
     sent = [asyncio.create_task(line.send(frame)) for frame in chunks]
     await gate.reached()
-    error = await line.refusal(tokens_frame(PROMPT[8:10], 8, sample=0))
+    error = await line.refusal(tokens_frame(PROMPT[8:10], 8, sample=0, deadline_ms=100))
     assert isinstance(error, DeadlineError)
     assert "4 frames of this session are still queued" in error.message
     gate.open()
     await asyncio.gather(*sent)
+
+
+@pytest.mark.usefixtures("short_hold")
+async def test_who_is_next_waits_for_a_place_as_long_as_its_deadline_allows(
+    line: Line, gate: Gate, expected: list[int]
+) -> None:
+    """Frames of a slow node take longer than an early frame is held."""
+    line.shards[0].before = gate
+    await line.open()
+    chunks = [tokens_frame(PROMPT[at : at + 2], at, sample=int(at == 10)) for at in range(0, 12, 2)]
+    sent = [asyncio.create_task(line.send(frame)) for frame in chunks[:5]]
+    await gate.reached()
+    await asyncio.sleep(4 * frame_runs.EARLY_HOLD_S)
+    gate.open()
+    await asyncio.gather(*sent)
+    assert await line.decode(await line.send(chunks[5])) == expected
 
 
 # -- the same frame again ----------------------------------------------------------------------------------------------
@@ -259,7 +275,24 @@ async def test_a_node_without_any_room_still_serves_the_stateless_path(
         reply = await line.send(tokens_frame([*PROMPT, *tokens], 0, sample=1, cache=False))
         tokens.append(reply.tokens[0].id)
     assert tokens == expected
+    await line.close()
     assert [hop.store.nbytes for hop in line.hops] == [0, 0]
+
+
+async def test_frames_of_whole_sequences_are_counted_and_bounded(backends: list[ShardBackend]) -> None:
+    """They are the last resort: one session always fits, but those beside it take turns with it."""
+    whole = (len(PROMPT) + 100) * (4 + HIDDEN * 4)
+    limits = StoreLimits(budget_bytes=0, stateless_bytes=whole * 3 // 2)
+    line = Line(backends, SystemClock(), limits)
+    await line.open(cache=False)
+    assert line.hops[0].status()["reserved_bytes"] == whole
+    with pytest.raises(CacheFullError, match="session without state") as caught:
+        await line.open(cache=False, session="s-other")
+    assert not caught.value.never
+    for hop in line.hops:
+        await hop.release(SESSION)
+    line.hops[0].store.limits = replace(limits, stateless_bytes=10)
+    await line.open(cache=False, session="s-other")
     await line.close()
 
 
@@ -274,6 +307,6 @@ async def test_a_stateless_frame_whose_delivery_broke_runs_again_and_is_sampled_
     await line.open(cache=False)
     frame = replace(WHOLE, cache=False)
     assert isinstance(await line.refusal(frame), HopUnreachableError)
-    assert line.session().nbytes == 0
+    assert line.session().nbytes == 0  # what would be delivered again is not kept
     assert (await line.send(frame)).tokens[0].id == expected[0]
     assert [len(shard.forwards) for shard in line.shards] == [2, 1]

@@ -36,6 +36,43 @@ async def test_a_release_stops_the_frame_that_runs_between_layers_and_its_caller
     assert line.shards[1].forwards == [(0, 12)]
 
 
+async def test_what_a_frame_runs_on_is_held_until_it_has_stopped(line: Line, gate: Gate) -> None:
+    """Its caller is gone at once; its memory is not, and counts."""
+    line.shards[0].before_layer = gate
+    await line.open()
+    sent = asyncio.create_task(line.prefill(PROMPT))
+    await gate.reached()
+    store = line.hops[0].store
+    await line.hops[0].release(SESSION)
+    with pytest.raises(CacheMissError):
+        await asyncio.wait_for(sent, 2)
+    await settle()
+    assert (len(store), store.nbytes > 0) == (0, True)
+    gate.open()
+    await until(lambda: store.nbytes == 0)
+
+
+async def test_a_frame_that_only_waits_gives_its_room_back_at_once(line: Line, gate: Gate) -> None:
+    line.shards[0].before = gate
+    await line.open(session="s-runs")
+    await line.open()
+    runs = asyncio.create_task(line.prefill(PROMPT, session="s-runs"))
+    await gate.reached()
+    waits = asyncio.create_task(line.prefill(PROMPT))
+    await until(lambda: line.session().in_flight == 1)
+    await settle()
+    store = line.hops[0].store
+    room = store.nbytes
+    await line.hops[0].release(SESSION)
+    with pytest.raises(CacheMissError):
+        await asyncio.wait_for(waits, 2)
+    await settle()
+    assert store.nbytes <= room / 2
+    gate.open()
+    await runs
+    assert line.shards[0].forwards == [(0, 12)]
+
+
 async def test_a_release_stops_a_frame_that_waits_for_the_next_hop(line: Line) -> None:
     asked = asyncio.Event()
 
@@ -113,7 +150,7 @@ async def test_a_probe_tells_how_far_a_session_is_and_how_busy_the_node(line: Li
     sent = [asyncio.create_task(line.send(GOOD)), asyncio.create_task(line.prefill(PROMPT, session="s-other"))]
     await gate.reached()
     await settle()
-    assert (await line.hops[0].probe(SESSION)).queued == 1
+    assert (await line.hops[0].probe(SESSION)).queued == 2  # one waits, one runs
     gate.open()
     await asyncio.gather(*sent)
 
