@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 
 import pytest
@@ -58,8 +59,11 @@ def test_text_comes_back_whole_in_whole_characters(kind: str, text: str) -> None
 @SETTINGS
 @given(ids=st.lists(st.integers(0, 350), max_size=40))
 def test_any_ids_of_a_byte_level_vocabulary_equal_the_whole_decode(ids: list[int]) -> None:
-    """Broken bytes and special tokens included."""
-    assert model("byte level").decode(ids) == model("byte level")._decode(ids)
+    """Broken bytes and special tokens included; but for a character that the end cuts."""
+    written = b"".join(map(model("byte level")._bytes.text_of, ids))
+    whole = codecs.getincrementaldecoder("utf-8")("replace").decode(written)
+    assert model("byte level").decode(ids) == whole
+    assert model("byte level")._decode(ids).removesuffix("\ufffd") in (whole, whole.removesuffix("\ufffd"))
 
 
 @SETTINGS
@@ -68,8 +72,8 @@ def test_ids_of_a_byte_fallback_vocabulary_equal_the_whole_decode_unless_bytes_a
     whole = model("byte fallback")._decode(ids)
     streamed = model("byte fallback").decode(ids)
     if "\ufffd" in whole:
-        # Good characters directly before broken bytes are kept, where the whole decode breaks them too.
-        assert 0 < streamed.count("\ufffd") <= whole.count("\ufffd")
+        # Good characters beside broken bytes are kept, where the whole decode breaks them too.
+        assert streamed.count("\ufffd") <= whole.count("\ufffd")
     else:
         assert streamed == whole
 
@@ -77,11 +81,11 @@ def test_ids_of_a_byte_fallback_vocabulary_equal_the_whole_decode_unless_bytes_a
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
 @SETTINGS
 @given(text=TEXTS, cut=st.integers(0, 200))
-def test_an_end_within_a_character_shows_as_a_replacement_and_only_then(kind: str, text: str, cut: int) -> None:
+def test_an_end_within_a_character_leaves_it_out(kind: str, text: str, cut: int) -> None:
     ids = model(kind).encode(text)[:cut]
     decoder = model(kind).decoder()
     streamed = "".join(decoder.feed(token) for token in ids)
-    rest = decoder.flush()
-    assert text.startswith(streamed)
-    assert rest.strip("\ufffd") == "" or text.startswith(streamed + rest)
+    whole = streamed + decoder.flush()
+    assert text.startswith(whole)
+    assert len(whole.encode()) > len(b"".join(map(model(kind)._bytes.text_of, ids))) - 4 - (kind == "byte fallback")
     assert decoder.flush() == ""

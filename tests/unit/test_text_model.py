@@ -67,12 +67,31 @@ def test_pieces_are_whole_characters() -> None:
 
 
 @KINDS
-def test_an_end_in_mid_character_is_a_replacement(files_of: Callable[[], dict[str, bytes]]) -> None:
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_character_that_the_end_cuts_is_left_out(files_of: Callable[[], dict[str, bytes]], cut: int) -> None:
     model = built(files_of())
+    ids = model.encode("hello 👧")[:-cut]
     decoder = model.decoder()
-    said = "".join(decoder.feed(token) for token in model.encode("hello 👧")[:-1])
-    assert said == "hello "
-    assert set(decoder.flush()) == {"\ufffd"}
+    assert "".join(decoder.feed(token) for token in ids) == "hello "
+    assert decoder.flush() == ""
+    assert model.decode(ids) == "hello "
+
+
+@KINDS
+def test_a_replacement_character_that_was_meant_stays_at_the_end(files_of: Callable[[], dict[str, bytes]]) -> None:
+    model = built(files_of())
+    for text in ("hello \ufffd", "\ufffd\ufffd", "你\ufffd"):
+        assert model.decode(model.encode(text)) == text
+        assert model.decode([*model.encode(text), *model.encode("👧")[-4:-1]]) == text
+
+
+@KINDS
+def test_bytes_that_never_make_a_character_are_a_replacement_at_the_end_too(
+    files_of: Callable[[], dict[str, bytes]],
+) -> None:
+    model = built(files_of())
+    last = model.encode("👧")[-1]  # a continuation byte, with nothing before it to continue
+    assert model.decode([*model.encode("hello"), last]) == "hello\ufffd"
 
 
 def test_broken_bytes_do_not_take_the_good_ones_along() -> None:

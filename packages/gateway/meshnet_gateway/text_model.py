@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from meshnet_core.errors import RequestRefusedError, UnsupportedModelError
 from meshnet_core.text_file_names import TEXT_FILE_NAMES
 from meshnet_gateway.chat_template import TemplateTraits
+from meshnet_gateway.prompt_encoder import PromptEncoder
 from meshnet_gateway.text_decoder import TextDecoder
 from meshnet_gateway.token_bytes import TokenBytes
 
@@ -49,6 +50,7 @@ class TextModel:
     _decode: Callable[[list[int]], str] = field(repr=False)
     _render: Callable[[list[dict[str, Any]], Mapping[str, Any]], str] | None = field(repr=False)
     _bytes: TokenBytes = field(repr=False)
+    _prompts: PromptEncoder = field(repr=False)
     traits: TemplateTraits = field(default_factory=TemplateTraits, repr=False)
 
     @classmethod
@@ -96,6 +98,7 @@ class TextModel:
             _decode=decode,
             _render=None if template is None else render,
             _bytes=TokenBytes(backend),
+            _prompts=PromptEncoder(backend),
             traits=TemplateTraits.of(
                 template, {added.content for added in backend.get_added_tokens_decoder().values()}
             ),
@@ -109,6 +112,8 @@ class TextModel:
     ) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins, by the model's own template.
 
+        Special tokens come from the template alone; one that a message or a tool spells is text (`PromptEncoder`).
+
         Args:
             messages: in the form that templates take.
             tools: likewise; for a template that knows them.
@@ -117,19 +122,22 @@ class TextModel:
         Raises:
             RequestRefusedError: the model has no template, or its template refuses these messages.
         """
-        if self._render is None:
+        if (template := self._render) is None:
             raise RequestRefusedError(
                 f"{self.name} has no chat template, so it is no chat model; use /v1/completions with a prompt",
                 param="messages",
             )
-        try:
-            more = {**(variables or {}), **({"tools": [dict(tool) for tool in tools]} if tools else {})}
-            text = self._render([dict(message) for message in messages], more)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RequestRefusedError(
-                f"the chat template of {self.name} refuses these messages: {error}", param="messages"
-            ) from error
-        return tuple(self._encode(text, False))  # a template writes the special tokens itself
+
+        def render(given: dict[str, Any]) -> str:
+            try:
+                return template(given["messages"], {name: part for name, part in given.items() if name != "messages"})
+            except (TemplateError, TypeError, ValueError, KeyError) as error:
+                raise RequestRefusedError(
+                    f"the chat template of {self.name} refuses these messages: {error}", param="messages"
+                ) from error
+
+        given = {**(variables or {}), **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+        return tuple(self._prompts.encode(render, {**given, "messages": [dict(message) for message in messages]}))
 
     def shared_head(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> int:
         """How many of ``ids``, the conversation's, any other with the same instructions begins with too.
@@ -145,12 +153,15 @@ class TextModel:
         return next((at for at, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1]), 0)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of plain text, with the special tokens that the tokenizer puts before a text, if any."""
+        """Token ids of a prompt as it is, with the special tokens that the tokenizer puts before a text, if any.
+
+        Special tokens that the text spells are those tokens: whoever writes a whole prompt has no template to do it.
+        """
         return tuple(self._encode(text, True))
 
     def decoder(self) -> TextDecoder:
         """A new incremental decoder, for one answer; special tokens are left out of the text."""
-        return TextDecoder(self._decode)
+        return TextDecoder(self._decode, self._bytes.text_of)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of a whole answer: what a :meth:`decoder` gives piece by piece."""

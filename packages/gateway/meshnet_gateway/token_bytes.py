@@ -21,7 +21,9 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token: like.content for token, like in added.items()}
+        self._special = frozenset(token for token, like in added.items() if like.special)
         decoder = tokenizer.decoder
         kinds = set(_kinds(json.loads(decoder.__getstate__()))) if decoder is not None else set()
         self._byte_level = "ByteLevel" in kinds
@@ -39,6 +41,10 @@ class TokenBytes:
         if self._byte_fallback and (match := _BYTE_FALLBACK.fullmatch(written)):
             return bytes.fromhex(match[1])
         return written.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    def text_of(self, token: int) -> bytes:
+        """The same as far as it shows in an answer: special tokens do not."""
+        return b"" if token in self._special else self.of(token)
 
 
 def _kinds(decoder: Any) -> list[str]:
