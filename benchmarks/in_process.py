@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshnet_core.clock import SystemClock
 from meshnet_core.coverage import ModelSummary, served_models
+from meshnet_core.demand import Demand
 from meshnet_core.ids import mint_boot_id
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import NodeInfo, Snapshot
@@ -60,9 +61,9 @@ class InProcessMesh:
         """The model, as the generation loop asks for it."""
         return next(model for model in served_models(Snapshot(tuple(self._nodes))) if model.name == name)
 
-    async def route(self, model: ModelSummary, excluded: frozenset[str]) -> Route:
+    async def route(self, model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None) -> Route:
         """The route over all nodes."""
-        return plan_route(Snapshot(tuple(self._nodes)), model.name, excluded)
+        return plan_route(Snapshot(tuple(self._nodes)), model.name, excluded, demand=demand)
 
     async def answer(
         self, prompt: Sequence[int], count: int, *, cache: bool = True, chunk: int = 256, top: int = 0

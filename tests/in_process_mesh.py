@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshnet_core.clock import Clock, SystemClock
 from meshnet_core.coverage import ModelSummary, served_models
+from meshnet_core.demand import Demand
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.grammar import Grammar
 from meshnet_core.ids import mint_boot_id
@@ -91,8 +92,8 @@ class TinyMesh:
     async def model(self, name: str) -> ModelSummary:
         return next(model for model in served_models(self.snapshot()) if model.name == name)
 
-    async def route(self, model: ModelSummary, excluded: frozenset[str]) -> Route:
-        return plan_route(self.snapshot(), model.name, excluded)
+    async def route(self, model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None) -> Route:
+        return plan_route(self.snapshot(), model.name, excluded, demand=demand)
 
     def kill(self, url: str) -> HopService:
         """As if the process died: nothing answers there, the tracker does not know yet."""

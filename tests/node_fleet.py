@@ -15,6 +15,7 @@ from typing import Any
 
 from meshnet_cli.children import Child, Children
 from meshnet_core.coverage import ModelSummary
+from meshnet_core.demand import Demand
 from meshnet_core.route import Route
 from meshnet_gateway.mesh import Mesh
 from process_mesh import START_TIMEOUT_S, free_port
@@ -169,8 +170,8 @@ class RoutesOver:
     async def model(self, name: str) -> ModelSummary:
         return await self.mesh.model(name)
 
-    async def route(self, model: ModelSummary, excluded: frozenset[str]) -> Route:
+    async def route(self, model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None) -> Route:
         others = {node.node_id for node in (await self.mesh.snapshot()).nodes} - self.names
-        route = await self.mesh.route(model, excluded | others)
+        route = await self.mesh.route(model, excluded | others, demand)
         hops = tuple(replace(hop, url=self.at.get(hop.node_id, hop.url)) for hop in route.hops)
         return replace(route, hops=hops)

@@ -23,6 +23,7 @@ from in_process_mesh import (
     tiny_mesh,
 )
 from meshnet_core.coverage import ModelSummary
+from meshnet_core.demand import Demand
 from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
 from meshnet_core.route import Route
@@ -111,11 +112,11 @@ class _EqualSpeeds:
         self._mesh = mesh
         self.model = mesh.model
 
-    async def route(self, model: ModelSummary, excluded: frozenset[str]) -> Route:
+    async def route(self, model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None) -> Route:
         snapshot = self._mesh.snapshot()
         for node in snapshot.nodes:
             snapshot = with_speed(snapshot, node.node_id, 1.0)
-        return plan_route(snapshot, model.name, excluded)
+        return plan_route(snapshot, model.name, excluded, demand=demand)
 
 
 async def _later(mesh: TinyMesh, index: int) -> tuple[object, dict[str, object]]:

@@ -15,6 +15,7 @@ import pytest
 
 from in_process_mesh import MODEL, add_node, random_prompt, reference_greedy, reference_model, tiny_mesh
 from meshnet_core.coverage import ModelSummary
+from meshnet_core.demand import Demand
 from meshnet_core.errors import LayersUnavailableError, MissReason
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.layer_range import LayerRange
@@ -343,7 +344,7 @@ class TwoSlots:
     async def model(self, name: str) -> ModelSummary:
         return ModelSummary(name, "f" * 64, 2, 8, 64, True, (), ("float32",))
 
-    async def route(self, model: ModelSummary, excluded: frozenset[str]) -> Route:
+    async def route(self, model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None) -> Route:
         hops = tuple(Hop(url[7:], url, LayerRange(index, index + 1)) for index, url in enumerate(self.nodes))
         return Route(model.name, model.fingerprint, 2, hops)
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from announcements import node, shard, snapshot
 from meshnet_core.clock import ManualClock
+from meshnet_core.demand import Demand
 from meshnet_core.errors import LayersUnavailableError, ModelNotFoundError, TrackerUnreachableError
 from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
@@ -47,10 +48,15 @@ class FakeTracker:
         return self.known
 
     async def route(
-        self, model: str, excluded: frozenset[str] = frozenset(), *, fingerprint: str | None = None
+        self,
+        model: str,
+        excluded: frozenset[str] = frozenset(),
+        *,
+        fingerprint: str | None = None,
+        demand: Demand | None = None,
     ) -> Route:
         await self._answer("route")
-        return plan_route(self.known, model, excluded, fingerprint=fingerprint)
+        return plan_route(self.known, model, excluded, fingerprint=fingerprint, demand=demand)
 
 
 @pytest.fixture

@@ -40,8 +40,13 @@ class RouteDraws:
         self._random = random.Random(seed)  # noqa: S311 - chooses among equals, guards nothing
         self._drawn: OrderedDict[str, int] = OrderedDict()  # by model, the one asked for last at the end
 
-    def next(self, model: str) -> float:
-        """The next draw for routes of ``model``, in [0, 1); the first that explores is the twentieth."""
+    def next(self, model: str, *, explore: bool = True) -> float:
+        """The next draw for routes of ``model``, in [0, 1); the first that explores is the twentieth.
+
+        One that must not explore is none of those that are counted.
+        """
+        if not explore:
+            return EXPLORE_SHARE + (1 - EXPLORE_SHARE) * self._random.random()
         drawn = self._drawn.pop(model, 0) + 1
         self._drawn[model] = drawn
         if len(self._drawn) > _MODELS:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from meshnet_core.demand import Demand
 from meshnet_core.errors import InvalidInputError, TrackerUnreachableError, error_from_wire
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.membership import NodeInfo, Snapshot
@@ -96,7 +97,12 @@ class TrackerClient:
             raise self._no_tracker(error.message) from error
 
     async def route(
-        self, model: str, excluded: frozenset[str] = frozenset(), *, fingerprint: str | None = None
+        self,
+        model: str,
+        excluded: frozenset[str] = frozenset(),
+        *,
+        fingerprint: str | None = None,
+        demand: Demand | None = None,
     ) -> Route:
         """A route planned by the tracker, as `planning.plan_route` tells.
 
@@ -113,6 +119,8 @@ class TrackerClient:
         }
         if fingerprint is not None:
             request["fingerprint"] = fingerprint
+        if demand is not None:
+            request["demand"] = demand.to_wire()
         reply = await self._call("POST", "/v1/route", request)
         try:
             return Route.from_wire(reply)

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary
+from meshnet_core.demand import Demand
 from meshnet_core.dtypes import wire_dtype
 from meshnet_core.errors import (
     DrainingError,
@@ -33,6 +34,7 @@ from meshnet_core.errors import (
 from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, Phase
 from meshnet_core.grammar import Grammar
 from meshnet_core.ids import mint_session_id
+from meshnet_core.link_times import LinkTimes
 from meshnet_core.open_document import OpenDocument
 from meshnet_core.route import Route
 from meshnet_core.sampling import SampledToken, SamplingParams
@@ -62,6 +64,7 @@ logger = logging.getLogger(__name__)
 
 CHUNKS_IN_FLIGHT = 2  # one runs on the first hop while the one before it runs on the next
 REPLAYS_IN_FLIGHT = 4  # single positions are little work; a hop queues as many frames of one session
+USUAL_ANSWER = 256  # tokens that an answer is planned for at most: most end before what they may have
 MOVE_POLL_S = 1.0  # between two questions for a route without the nodes that drain
 
 
@@ -70,7 +73,7 @@ class Routes(Protocol):
 
     async def model(self, name: str) -> ModelSummary: ...
 
-    async def route(self, model: ModelSummary, excluded: frozenset[str]) -> Route: ...
+    async def route(self, model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None) -> Route: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,7 @@ class GenerationEngine:
         self.chunk = min(chunk, MAX_CHUNK)
         self.recovery = recovery
         self.blame = BlameMemory(clock)
+        self.links = LinkTimes(clock)  # to the nodes that were first hops
         self.sleep = sleep
         self.room = room or WaitingRoom(clock)
         self.arrivals = itertools.count()
@@ -222,12 +226,22 @@ class Generation:
         excluded, blamed = self._history.excluded, self._engine.blame.excluded()
         if blamed - excluded:
             try:
-                return await self._engine.routes.route(model, excluded | blamed)
+                return await self._engine.routes.route(model, excluded | blamed, self._demand())
             except LayersUnavailableError:
                 logger.info(
                     "session %s: nobody covers for the nodes blamed lately; they are let in again", self.session
                 )
-        return await self._engine.routes.route(model, excluded)
+        return await self._engine.routes.route(model, excluded, self._demand())
+
+    def _demand(self) -> Demand:
+        """What is still to be done: to take in prompt and answer so far, and to make some of what is left."""
+        left = self._request.max_tokens - len(self._answer)
+        return Demand(
+            prompt=self._length,
+            answer=max(1, min(left, USUAL_ANSWER)),
+            entry_ms={link.node_id: link.rtt_ms for link in self._engine.links.told()},
+            explore=self._epoch < 0,
+        )
 
     async def _recover(self, failure: MeshnetError, route: Route | None) -> Route | None:
         """Carry out what follows ``failure``; the route to go on with, None for a new one."""
@@ -356,7 +370,8 @@ class Generation:
         nodes = [route.hops[index].node_id for index in draining if index < len(route.hops)]
         excluded = self._history.excluded | frozenset(nodes)
         try:
-            self._route = await self._engine.routes.route(model, excluded | self._engine.blame.excluded())
+            excluded_too = self._engine.blame.excluded()
+            self._route = await self._engine.routes.route(model, excluded | excluded_too, self._demand())
         except MeshnetError:
             return False  # it goes on where it is, for as long as that lasts
         self._history = replace(self._history, excluded=excluded)
@@ -448,7 +463,12 @@ class Generation:
         retries = 0
         while True:
             try:
-                return await self._engine.transport.forward(route.hops[0].url, frame)
+                sent_at = self._engine.clock.now()
+                reply = await self._engine.transport.forward(route.hops[0].url, frame)
+                if frame.phase is Phase.DECODE and reply.timings:
+                    elapsed_ms = 1000 * (self._engine.clock.now() - sent_at)
+                    self._engine.links.took(route.hops[0].node_id, elapsed_ms, reply.timings[0].total_ms)
+                return reply  # noqa: TRY300 - measured where it is asked
             except HopError as failure:
                 action = await self._decide(failure, route, replace(self._history, retries=retries))
                 if not isinstance(action, Retry):

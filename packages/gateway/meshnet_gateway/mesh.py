@@ -15,7 +15,9 @@ import aiohttp
 
 from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary, listed, served_models
+from meshnet_core.demand import Demand
 from meshnet_core.errors import MeshnetError, ModelNotFoundError, TrackerUnreachableError
+from meshnet_core.exploration import RouteDraws
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.membership import NodeInfo, Snapshot
 from meshnet_core.planning import plan_route
@@ -35,7 +37,12 @@ class Tracker(Protocol):
     async def snapshot(self) -> Snapshot: ...
 
     async def route(
-        self, model: str, excluded: frozenset[str] = frozenset(), *, fingerprint: str | None = None
+        self,
+        model: str,
+        excluded: frozenset[str] = frozenset(),
+        *,
+        fingerprint: str | None = None,
+        demand: Demand | None = None,
     ) -> Route: ...
 
 
@@ -59,6 +66,7 @@ class Mesh:
         self._taken_at = 0.0
         self._tracker_answers = True
         self._asking: asyncio.Task[None] | None = None
+        self._draws = RouteDraws()
         self._tls = tls
         self._http: aiohttp.ClientSession | None = None
 
@@ -94,19 +102,25 @@ class Mesh:
             raise ModelNotFoundError(f"no node serves a model {name!r}; {there_is}")
         return next((model for model in named if model.complete), named[0])
 
-    async def route(self, model: ModelSummary, excluded: frozenset[str]) -> Route:
-        """A route for one generation, from the tracker or, while none answers, planned here.
+    async def route(self, model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None) -> Route:
+        """A route for one generation that asks so much, from the tracker or, while none answers, planned here.
 
         Raises:
             LayersUnavailableError: some layers are served by no usable node.
         """
         if self._tracker_answers:
             try:
-                return await self._tracker.route(model.name, excluded, fingerprint=model.fingerprint)
+                return await self._tracker.route(model.name, excluded, fingerprint=model.fingerprint, demand=demand)
             except TrackerUnreachableError:
                 self._heard(False)
         return plan_route(
-            await self.snapshot(), model.name, excluded, fingerprint=model.fingerprint, protocols=self._protocols
+            await self.snapshot(),
+            model.name,
+            excluded,
+            fingerprint=model.fingerprint,
+            protocols=self._protocols,
+            demand=demand,
+            draw=self._draws.next(model.name, explore=demand is None or demand.explore),
         )
 
     async def nodes_of(self, model: ModelSummary) -> list[NodeInfo]:

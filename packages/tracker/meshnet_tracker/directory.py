@@ -14,7 +14,9 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from meshnet_core.demand import Demand
 from meshnet_core.errors import DirectoryFullError, ForbiddenError, InvalidInputError, UnknownNodeError
+from meshnet_core.exploration import RouteDraws
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
@@ -105,6 +107,7 @@ class Directory:
         lease_s: seconds.
         max_nodes: how many nodes it holds at most.
         on_event: told of every change, in order, from within the call that made or noticed it.
+        draws: choose among equal routes, and when to explore.
     """
 
     def __init__(
@@ -114,12 +117,14 @@ class Directory:
         *,
         max_nodes: int = MAX_NODES,
         on_event: Callable[[DirectoryEvent], None] | None = None,
+        draws: RouteDraws | None = None,
     ) -> None:
         if not 0 < lease_s < float("inf") or max_nodes < 1:
             raise InvalidInputError(f"a lease must be above 0 s and nodes at least 1, not {lease_s!r} and {max_nodes}")
         self.lease_s = lease_s
         self._clock = clock
         self._max_nodes = max_nodes
+        self._draws = draws or RouteDraws()
         self._listeners = [on_event] if on_event is not None else []
         self._leases: OrderedDict[str, _Lease] = OrderedDict()  # the one heard of longest ago comes first
 
@@ -206,8 +211,9 @@ class Directory:
         excluded: frozenset[str] = frozenset(),
         fingerprint: str | None = None,
         protocols: range = PROTOCOLS,
+        demand: Demand | None = None,
     ) -> Route:
-        """A route through the live nodes, as `planning.plan_route` tells, its errors included.
+        """A route through the live nodes, as `planning.plan_route` tells, its errors included; one in twenty explores.
 
         Routes given out since a node's last heartbeat count as sessions there, so that many generations that start
         between two heartbeats do not all take the same one of several equal covers.
@@ -217,7 +223,16 @@ class Directory:
             replace(node, sessions=node.sessions + routed) if (routed := self._leases[node.node_id].routed) else node
             for node in snapshot.nodes
         )
-        route = plan_route(Snapshot(loaded), model, excluded, fingerprint=fingerprint, protocols=protocols)
+        demand = demand or Demand()
+        route = plan_route(
+            Snapshot(loaded),
+            model,
+            excluded,
+            fingerprint=fingerprint,
+            protocols=protocols,
+            demand=demand,
+            draw=self._draws.next(model, explore=demand.explore),
+        )
         for node_id, hops in Counter(hop.node_id for hop in route.hops).items():
             self._leases[node_id].routed += hops
         return route

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from meshnet_core import __version__
 from meshnet_core.clock import SystemClock
+from meshnet_core.demand import Demand
 from meshnet_core.doorkeeper import Doorkeeper
 from meshnet_core.errors import (
     ForbiddenError,
@@ -266,10 +267,10 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _route_request(document: Any) -> tuple[str, frozenset[str], str | None, range]:
+def _route_request(document: Any) -> tuple[str, frozenset[str], str | None, range, Demand | None]:
     if not isinstance(document, dict):
         raise InvalidInputError('a request for a route is a JSON object such as {"model": "smollm2", "excluded": []}')
-    if unknown := set(document) - {"model", "excluded", "fingerprint", "protocol_min", "protocol_max"}:
+    if unknown := set(document) - {"model", "excluded", "fingerprint", "protocol_min", "protocol_max", "demand"}:
         raise InvalidInputError(f"unknown fields in the request for a route: {', '.join(sorted(unknown))[:200]}")
     excluded = items(document, "excluded", most=MAX_EXCLUDED) if "excluded" in document else []
     return (
@@ -277,6 +278,7 @@ def _route_request(document: Any) -> tuple[str, frozenset[str], str | None, rang
         frozenset(check_id(node_id, "an excluded node's id") for node_id in excluded),
         text(document, "fingerprint") if "fingerprint" in document else None,
         _protocols(document),
+        Demand.from_wire(document["demand"]) if "demand" in document else None,
     )
 
 
