@@ -124,6 +124,15 @@ def missing_layers(offers: Iterable[Offer], num_layers: int) -> list[LayerRange]
     return gaps
 
 
+def may_follow(node: NodeInfo, other: NodeInfo) -> bool:
+    """Whether a hop on some shard of ``node`` may hand on to one of ``other``: that holds the layer after its last."""
+    return any(
+        (theirs.model, theirs.fingerprint) == (ours.model, ours.fingerprint) and ours.layers.stop in theirs.layers
+        for ours in node.shards
+        for theirs in other.shards
+    )
+
+
 def explain_gaps(
     served: list[Variant], wanted: list[Variant], excluded: frozenset[str] = frozenset(), protocols: range = PROTOCOLS
 ) -> str:

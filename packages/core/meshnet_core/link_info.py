@@ -8,11 +8,30 @@ from typing import Any
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.estimate import Evidence
 from meshnet_core.ids import check_id
-from meshnet_core.wire_fields import optional_number
+from meshnet_core.wire_fields import optional_number, text
 
 MAX_MS = 1e9  # of a measured time: more is no measurement
 MAX_LINKS = 64  # that one node tells
 MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A node that may come right after another one on a route, and where it is dialled."""
+
+    node_id: str
+    url: str
+
+    @classmethod
+    def from_wire(cls, document: object) -> Neighbour:
+        """Read an object of ``node_id`` and ``url``; unknown fields are passed over.
+
+        Raises:
+            InvalidInputError: on a missing or ill-typed field.
+        """
+        if not isinstance(document, dict):
+            raise InvalidInputError(f"a neighbour is a JSON object, not {type(document).__name__}")
+        return cls(check_id(document.get("node_id"), "a neighbour's node id"), text(document, "url", longest=2048))
 
 
 @dataclass(frozen=True, slots=True)

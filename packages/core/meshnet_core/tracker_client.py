@@ -17,9 +17,10 @@ import aiohttp
 from meshnet_core.demand import Demand
 from meshnet_core.errors import InvalidInputError, TrackerUnreachableError, error_from_wire
 from meshnet_core.frames import PROTOCOLS
+from meshnet_core.link_info import MAX_LINKS, Neighbour
 from meshnet_core.membership import NodeInfo, Snapshot
 from meshnet_core.route import Route
-from meshnet_core.wire_fields import optional_number
+from meshnet_core.wire_fields import items, optional_number
 
 MAX_LEASE_S = 86_400.0
 _REMEDY = "start one with `meshnet tracker`, or give the address of yours with --tracker"
@@ -93,6 +94,18 @@ class TrackerClient:
         reply = await self._call("GET", "/v1/snapshot")
         try:
             return Snapshot.from_wire(reply)
+        except InvalidInputError as error:
+            raise self._no_tracker(error.message) from error
+
+    async def neighbours(self, node_id: str) -> list[Neighbour]:
+        """Some nodes that may come right after a node on a route, for it to measure its links to them.
+
+        Raises:
+            TrackerUnreachableError: as :meth:`heartbeat`.
+        """
+        reply = await self._call("GET", f"/v1/nodes/{quote(node_id, safe='')}/neighbours")
+        try:
+            return [Neighbour.from_wire(one) for one in items(reply, "neighbours", most=MAX_LINKS)]
         except InvalidInputError as error:
             raise self._no_tracker(error.message) from error
 

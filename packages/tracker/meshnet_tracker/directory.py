@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
+from meshnet_core.coverage import may_follow
 from meshnet_core.demand import Demand
 from meshnet_core.errors import DirectoryFullError, ForbiddenError, InvalidInputError, UnknownNodeError
 from meshnet_core.exploration import RouteDraws
 from meshnet_core.frames import PROTOCOLS
+from meshnet_core.link_info import Neighbour
 from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 LEASE_S = 15.0
 MAX_NODES = 10_000
+NEIGHBOURS = 4  # told to a node that asks whose links to measure
 _REPLACED_KEPT = 8  # earlier starts that are remembered for each node
 
 
@@ -204,6 +208,26 @@ class Directory:
         """The live nodes as they announced themselves, in the order of their ids."""
         self.expire()
         return Snapshot(tuple(self._leases[node_id].node for node_id in sorted(self._leases)))
+
+    def neighbours(self, node_id: str, at: float) -> list[Neighbour]:
+        """Some nodes that may come right after a node on a route, at most `NEIGHBOURS` of them.
+
+        Args:
+            node_id: whose; none where it is not registered.
+            at: in [0, 1): from where on the others are looked through, so that who asks again is told of others.
+        """
+        self.expire()
+        lease = self._leases.get(node_id)
+        if lease is None:
+            return []
+        first = int(at * len(self._leases))
+        others = chain(islice(self._leases.values(), first, None), islice(self._leases.values(), first))
+        fit = (
+            Neighbour(other.node.node_id, other.node.url)
+            for other in others
+            if other is not lease and not other.node.draining and may_follow(lease.node, other.node)
+        )
+        return list(islice(fit, NEIGHBOURS))
 
     def plan(
         self,

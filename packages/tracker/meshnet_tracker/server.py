@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import random
+from dataclasses import asdict
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +117,12 @@ def create_app(
         _query(request)
         return web.json_response(directory.snapshot().to_wire())
 
+    async def neighbours(request: web.Request) -> web.Response:
+        _query(request)
+        node_id = check_id(request.match_info["node_id"], "node id")
+        found = directory.neighbours(node_id, random.random())  # noqa: S311 - guards nothing
+        return web.json_response({"neighbours": [asdict(neighbour) for neighbour in found]})
+
     async def route(request: web.Request) -> web.Response:
         _query(request)
         planned = directory.plan(*_route_request(await _json(request)))
@@ -136,6 +144,7 @@ def create_app(
             web.put("/v1/nodes/{node_id}", announce),
             web.delete("/v1/nodes/{node_id}", leave),
             web.get("/v1/snapshot", snapshot),
+            web.get("/v1/nodes/{node_id}/neighbours", neighbours),
             web.post("/v1/route", route),
             *_enrollment_routes(enrollment),
             web.get("/healthz", healthz),
