@@ -11,6 +11,7 @@ from meshnet_core.clock import ManualClock
 from meshnet_core.demand import Demand
 from meshnet_core.errors import DirectoryFullError, InvalidInputError, LayersUnavailableError, UnknownNodeError
 from meshnet_tracker.directory import (
+    NEIGHBOURS,
     Directory,
     DirectoryEvent,
     DrainChanged,
@@ -200,3 +201,30 @@ def test_a_plan_keeps_to_the_fingerprint_asked_for(mesh: Watched) -> None:
 def test_a_lease_that_is_none_is_refused(lease_s: float) -> None:
     with pytest.raises(InvalidInputError, match="a lease must be above 0 s"):
         Directory(ManualClock(), lease_s)
+
+
+# -- neighbours -------------------------------------------------------------------------------------------------------
+
+
+def test_neighbours_hold_the_layer_after_one_of_the_nodes_shards(mesh: Watched) -> None:
+    for entry in (
+        node("a", "0-14"),
+        node("next", "15-29"),
+        node("inside", "10-20"),
+        node("same", "0-14"),
+        node("leaving", "15-29", draining=True),
+        node("other", shard("15-29", fingerprint="f2")),
+    ):
+        mesh.directory.announce(entry)
+    assert {one.node_id for one in mesh.directory.neighbours("a", 0.0)} == {"next", "inside"}
+    assert mesh.directory.neighbours("next", 0.0) == []
+    assert mesh.directory.neighbours("nobody", 0.0) == []
+
+
+def test_of_many_neighbours_a_few_are_told_and_later_others(mesh: Watched) -> None:
+    mesh.directory.announce(node("a", "0-14"))
+    for index in range(20):
+        mesh.directory.announce(node(f"n{index}", "15-29"))
+    told = [[one.node_id for one in mesh.directory.neighbours("a", at / 10)] for at in range(10)]
+    assert {len(set(names)) for names in told} == {NEIGHBOURS}
+    assert len({name for names in told for name in names}) > 15

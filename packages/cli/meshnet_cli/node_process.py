@@ -29,9 +29,12 @@ from meshnet_node.cache_store import CacheStore, StoreLimits
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_service import HopService
 from meshnet_node.hop_session import HopSession
+from meshnet_node.link_probes import LinkProbes
 from meshnet_node.registration import Registration, RegistrationState
 from meshnet_node.sampler import sample
 from meshnet_node.shard_pool import ShardPool
+from meshnet_node.shard_probes import ShardProbes
+from meshnet_node.speed_watch import SpeedWatch
 
 SESSION_SHARE = 0.25  # of the memory that is free once the layers are loaded; several nodes may share a machine
 MIN_BODY, MAX_BODY = 16 * 2**20, 512 * 2**20  # bytes of a frame that a node reads, see `_body_limit`
@@ -54,11 +57,12 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
     credentials = None if place.identity is None else place.identity.credentials
     dials = None if credentials is None else credentials.client_context()
     transport = HttpTransport(clock, tls=dials)
+    lane = ForwardLane(threads=threads)
     service = HopService(
         boot=boot,
         shards=shards,
         store=CacheStore(_store_limits(device, limits, shards.bytes_to_come), clock),
-        lane=ForwardLane(threads=threads),
+        lane=lane,
         transport=transport,
         sample=sample,
         clock=clock,
@@ -77,7 +81,7 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
             queued=service.status()["queued"],
             draining=service.draining,
             links=service.links.told(),
-            free_bytes=max(0, service.store.limits.budget_bytes - service.store.nbytes),
+            free_bytes=_free_bytes(service.store),
             budget_bytes=service.store.limits.budget_bytes,
             max_sessions=service.store.limits.max_sessions,
         )
@@ -114,6 +118,12 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
         closing.callback(sweeper.cancel)
         registration.start()
         closing.push_async_callback(registration.stop)
+        for measuring in (
+            ShardProbes(shards, lane, clock),
+            LinkProbes(lambda: client.neighbours(place.node_id), transport, service.links, clock),
+            SpeedWatch(describe, registration.beat),
+        ):
+            closing.callback(asyncio.create_task(measuring.run()).cancel)
         if place.api is not None:
             api_app = await closing.enter_async_context(gateway.api_of(place.tracker, identity=place.identity))
             await closing.enter_async_context(serving.serving_asgi(api_app, place.api))
@@ -149,6 +159,11 @@ async def _drain(service: HopService, registration: Registration, grace_s: float
     finally:
         told.cancel()
         await asyncio.gather(told, return_exceptions=True)
+
+
+def _free_bytes(store: CacheStore[HopSession]) -> int:
+    """What sessions could still take; prefixes that nobody uses give way to them."""
+    return max(0, store.limits.budget_bytes - store.nbytes + store.prefixes.idle_nbytes)
 
 
 async def _sweep(store: CacheStore[HopSession]) -> None:

@@ -50,9 +50,6 @@ class SpeedWatch:
 
 def changed(before: NodeInfo, now: NodeInfo) -> bool:
     """Whether some shard's decode steps take so much longer or shorter that routes may be others."""
-    known = {(shard.fingerprint, shard.layers): shard.decode_ms for shard in before.shards}
-    for shard in now.shards:
-        ms = known.get((shard.fingerprint, shard.layers))
-        if shard.decode_ms is not None and (ms is None or abs(shard.decode_ms - ms) > CHANGE * min(shard.decode_ms, ms)):
-            return True
-    return False
+    told = {(shard.fingerprint, shard.layers): shard.decode_ms for shard in before.shards}
+    measured = ((shard.decode_ms, told.get((shard.fingerprint, shard.layers))) for shard in now.shards)
+    return any(ms is not None and (was is None or abs(ms - was) > CHANGE * min(ms, was)) for ms, was in measured)

@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import random
 from dataclasses import asdict
-import math
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
