@@ -164,7 +164,7 @@ async def test_too_much_is_refused_before_it_is_read(model: TextModel) -> None:
 
 async def test_unknown_paths_and_methods_have_openais_shape(model: TextModel) -> None:
     app = app_of(ScriptedEngine(), model)
-    for path, status in (("/v1/embeddings", 404), ("/v1/chat/completions", 405)):
+    for path, status in (("/v1/files", 404), ("/v1/chat/completions", 405)):
         response = await get(app, path)
         assert response.status_code == status
         assert path in response.json()["error"]["message"]

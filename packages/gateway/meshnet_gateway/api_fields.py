@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 UNSUPPORTED = "unsupported_parameter"  # type of the validation errors of fields that are known and not supported
 
@@ -16,23 +17,37 @@ def refusal(field: str, why: str) -> PydanticCustomError:
     return PydanticCustomError(UNSUPPORTED, "{field} is not supported: {why}", {"field": field, "why": why})
 
 
-def neutral_only(field: str, why: str, *neutral: Any) -> BeforeValidator:
-    """Refuses every value of a field but null and those that mean nothing; what remains is None.
+@dataclass(frozen=True, slots=True)
+class NeutralOnly:
+    """Marks a field that takes null, and values that mean nothing; all others are refused. What remains is None.
 
-    Args:
+    Attributes:
         field: its name.
         why: it is not supported.
         neutral: values that ask for nothing.
     """
 
-    def check(value: Any) -> Any:
-        # By type too, since True == 1 in Python and not in JSON.
-        if value is None or any(type(value) is type(one) and value == one for one in neutral):
-            return None
-        allowed = " or ".join(["null", *(json.dumps(one) for one in neutral)])
-        raise refusal(field, f"{why} (only {allowed} is accepted)")
+    field: str
+    why: str
+    neutral: tuple[Any, ...]
 
-    return BeforeValidator(check)
+    def check(self, value: Any) -> None:
+        # By type too, since True == 1 in Python and not in JSON.
+        if value is None or any(type(value) is type(one) and value == one for one in self.neutral):
+            return
+        allowed = " or ".join(["null", *(json.dumps(one) for one in self.neutral)])
+        raise refusal(self.field, f"{self.why} (only {allowed} is accepted)")
+
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.check, handler(Any))
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self.neutral], "description": f"Not supported: {self.why}."}
+
+
+def neutral_only(field: str, why: str, *neutral: Any) -> NeutralOnly:
+    """A field of which only null and some values that mean nothing are accepted."""
+    return NeutralOnly(field, why, neutral)
 
 
 def _encodable(value: str) -> str:

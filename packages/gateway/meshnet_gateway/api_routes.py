@@ -11,11 +11,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from meshnet_core import __version__
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.errors import MeshnetError, ModelNotFoundError
-from meshnet_gateway.api_errors import ErrorBody
+from meshnet_gateway.api_answers import ChatAnswer, CompletionAnswer, Health, ModelEntry, ModelList, NotReady, Ready
+from meshnet_gateway.api_errors import ErrorBody, error_object
 from meshnet_gateway.api_types import ChatRequest, CompletionRequest, GenerationFields
 from meshnet_gateway.event_stream import ClientGoneError, EventStream, while_connected
 from meshnet_gateway.job_kinds import chat_job, completion_job
@@ -46,10 +48,22 @@ def door_of(request: Request) -> Door:
 
 
 router = APIRouter(responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}})
-_STREAM_TOO: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+_Responses = dict[int | str, dict[str, Any]]
+_EVENTS = {"text/event-stream": {"schema": {"type": "string", "description": "Chunks, as server-sent events."}}}
+_PLAIN: _Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+_NOT_HERE = {
+    "embeddings": "models here write text and give no embeddings",
+    "moderations": "nothing is moderated here",
+    "responses": "use /v1/chat/completions",
+}
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=_STREAM_TOO)
+def _answers(model: type[BaseModel]) -> _Responses:
+    """For the description: what a request is answered with, streamed or not."""
+    return {200: {"model": model, "content": _EVENTS}}
+
+
+@router.post("/v1/chat/completions", response_model=None, responses=_answers(ChatAnswer))
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """An answer to a conversation, whole or streamed."""
 
@@ -60,7 +74,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     return await _answer(request, body, prepare)
 
 
-@router.post("/v1/completions", response_model=None, responses=_STREAM_TOO)
+@router.post("/v1/completions", response_model=None, responses=_answers(CompletionAnswer))
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Text that goes on from a prompt, whole or streamed."""
 
@@ -71,7 +85,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     return await _answer(request, body, prepare)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})
 async def models(request: Request) -> dict[str, Any]:
     """What the mesh serves whole."""
     door = door_of(request)
@@ -79,8 +93,9 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_model(summary, door.created) for summary in served.values()]}
 
 
-@router.get("/v1/models/{model:path}")
+@router.get("/v1/models/{model:path}", response_model=None, responses={200: {"model": ModelEntry}})
 async def one_model(request: Request, model: str) -> dict[str, Any]:
+    """One of them; names may hold slashes."""
     door = door_of(request)
     for summary in await door.mesh.models():
         if summary.name == model and summary.complete:
@@ -95,13 +110,13 @@ async def status(request: Request) -> dict[str, Any]:
     return {**await door.mesh.status(), "gateway": door.figures.to_json()}
 
 
-@router.get("/healthz")
+@router.get("/healthz", response_model=None, responses={200: {"model": Health}})
 async def healthz() -> dict[str, Any]:
     """This process answers."""
     return {"status": "ok", "version": __version__}
 
 
-@router.get("/readyz", response_model=None)
+@router.get("/readyz", response_model=None, responses={200: {"model": Ready}, 503: {"model": NotReady}})
 async def readyz(request: Request) -> Response:
     """Whether some model can answer now: 200 or 503."""
     try:
@@ -115,9 +130,20 @@ async def readyz(request: Request) -> Response:
     return JSONResponse({"status": "ready", "models": ready})
 
 
-@router.get("/metrics", response_model=None)
+@router.get("/metrics", response_class=Response, responses=_PLAIN)
 async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
     return Response(door_of(request).figures.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.post("/v1/embeddings", include_in_schema=False)
+@router.post("/v1/moderations", include_in_schema=False)
+@router.post("/v1/responses", include_in_schema=False)
+async def not_here(request: Request) -> Response:
+    """Endpoints of OpenAI's that are none of this API's: refused by name, with the reason."""
+    endpoint = request.url.path.rpartition("/")[2]
+    message = f"{endpoint} is not supported: {_NOT_HERE[endpoint]}"
+    return JSONResponse(error_object(404, message, code="unsupported_endpoint"), 404)
 
 
 async def _answer(request: Request, body: GenerationFields, prepare: Callable[[], Awaitable[Job]]) -> Response:

@@ -30,7 +30,7 @@ def _writable(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_writable)]
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def _functions_only(value: Any) -> Any:

@@ -24,7 +24,8 @@ MAX_LEGACY_LOGPROBS = 5
 MAX_CHOICES = 128  # answers to one request, as the OpenAI API bounds n
 LEGACY_MAX_TOKENS = 16  # what OpenAI's /v1/completions takes where max_tokens is absent
 
-_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}\z")]
+_Stop = Annotated[Text, Field(min_length=1)]
+_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 def _one_or_list(value: Any) -> Any:
@@ -56,8 +57,8 @@ class GenerationFields(Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: (
         Annotated[
-            list[Annotated[Text, Field(min_length=1)]],
-            BeforeValidator(_one_or_list, json_schema_input_type=str | list[str]),
+            list[_Stop],
+            BeforeValidator(_one_or_list, json_schema_input_type=_Stop | list[_Stop]),
             Field(max_length=MAX_STOPS),
         ]
         | None
@@ -74,7 +75,7 @@ class GenerationFields(Body):
     logit_bias: (
         Annotated[
             dict[
-                Annotated[str, Field(pattern=r"^[0-9]{1,9}\z")],
+                _TokenId,
                 Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)],
             ],
             Field(max_length=MAX_BIASED_TOKENS),
