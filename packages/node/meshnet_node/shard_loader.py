@@ -13,8 +13,7 @@ import copy
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ContextManagers
 from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -41,6 +39,7 @@ from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
 from meshnet_node.family_support import Family, check_split, family_of, text_config_of
 from meshnet_node.layer_slicing import base_of, prune
 from meshnet_node.model_backend import TorchModelShard
+from meshnet_node.transformers_bars import no_bars
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes to read), from any thread, one call at a time."""
@@ -184,7 +183,7 @@ def _fill(
         weight_mapping=conversions,
     )
     info = LoadStateDictInfo(set(model.state_dict()), set(), set(), [], {}, set())
-    with _quiet():
+    with no_bars():
         # A layer at a time: the machinery reads all it is given ahead of converting it.
         for group in wanted:
             lazy = {stored.name: LazyTensor(stored, counter.add) for stored in group}
@@ -241,16 +240,3 @@ class _ByteCounter:
         with self._lock:
             self._done += nbytes
             self._progress(self._done, self._total)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars, of which there would be one for each layer."""
-    bars: Any = transformers_logging  # untyped
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()

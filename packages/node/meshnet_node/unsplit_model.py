@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.utils import logging as transformers_logging
 
 from meshnet_core.errors import ModelNotFoundError
 from meshnet_node.shard_loader import read_config
 from meshnet_node.tensor_index import INDEX_NAME, index_folder
+from meshnet_node.transformers_bars import no_bars
 
 
 class UnsplitModel:
@@ -37,7 +37,7 @@ class UnsplitModel:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         config = read_config(folder)
-        with _indexed(folder) as whole, _quiet():
+        with _indexed(folder) as whole, no_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 whole, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
@@ -81,16 +81,3 @@ def _indexed(folder: Path) -> Iterator[Path]:
         weights = {name: path.name for name, (path, _) in tensors.items()}
         (whole / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weights}), "utf-8")
         yield whole
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars."""
-    bars: Any = transformers_logging  # untyped
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()
