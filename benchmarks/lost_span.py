@@ -18,12 +18,14 @@ import struct
 import tempfile
 import time
 from collections import deque
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from meshnet_cli import serving
 from meshnet_cli.children import Child, Children
 from meshnet_core.clock import SystemClock
 from meshnet_core.errors import MeshnetError
@@ -191,8 +193,11 @@ async def measure(
     app = torch_server.create_app(
         tap, boot="b-tap", status=dict, text_files=lambda fingerprint: None, max_body=64 * 2**20
     )
-    runner, port = await torch_server.serve(app, "127.0.0.1", 0)
-    tapped = route_of(nodes, f"http://127.0.0.1:{port}")
+    sock, serving_tap = serving.listen("127.0.0.1", 0), AsyncExitStack()
+    await serving_tap.enter_async_context(
+        serving.serving_aiohttp(torch_server.runner_for(app), sock, None, torch_server.new_doorkeeper())
+    )
+    tapped = route_of(nodes, serving.url_of("127.0.0.1", serving.port_of(sock)))
     rescued = route_of([*nodes[:-1], spare])
     width = HIDDEN * (4 if options.dtype == "float32" else 2)
     rows: list[dict[str, object]] = []
@@ -240,7 +245,7 @@ async def measure(
                 "kept_bytes": len(boundary),
             }
         )
-    await runner.cleanup()
+    await serving_tap.aclose()
     await transport.close()
     await client.close()
     return rows

@@ -28,11 +28,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from meshnet_cli import serving
 from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
 from meshnet_core.http_codec import encode_frame
 from meshnet_core.http_transport import HttpTransport
 from meshnet_core.sampling import SampledToken
-from meshnet_node.torch_server import create_app, serve
+from meshnet_node.torch_server import create_app, new_doorkeeper, runner_for
 
 
 def optional(name: str) -> Any:
@@ -93,9 +94,10 @@ async def serve_meshnet() -> None:
 
     endpoint: Any = Echo()  # nothing but frames is sent to it
     app = create_app(endpoint, boot="b-0", status=dict, text_files=lambda _: None, max_body=1 << 20)
-    _, port = await serve(app, "127.0.0.1", 0)
-    print(port, flush=True)
-    await asyncio.Event().wait()
+    sock = serving.listen("127.0.0.1", 0)
+    async with serving.serving_aiohttp(runner_for(app), sock, None, new_doorkeeper()):
+        print(serving.port_of(sock), flush=True)
+        await asyncio.Event().wait()
 
 
 async def serve_uvicorn() -> None:

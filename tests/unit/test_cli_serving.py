@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
 
 import pytest
 
@@ -15,6 +17,23 @@ def test_a_taken_port_is_refused_with_the_option_to_change() -> None:
         port = serving.port_of(first)
         with pytest.raises(InvalidInputError, match=rf"port {port} on 127.0.0.1 is taken.*--api-port"):
             serving.listen("127.0.0.1", port, option="--api-port")
+
+
+async def test_small_writes_are_not_held_back() -> None:
+    """As on all sockets that asyncio knows to be TCP: else each token of a stream waits for the client's last word."""
+    held_back: list[int] = []
+
+    async def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sock = writer.get_extra_info("socket")
+        held_back.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 0)
+        writer.close()
+
+    with serving.listen("127.0.0.1", 0) as sock:
+        async with await asyncio.start_server(note, sock=sock):
+            reader, writer = await asyncio.open_connection("127.0.0.1", serving.port_of(sock))
+            await reader.read()
+            writer.close()
+    assert held_back == [False]
 
 
 def test_the_next_free_port_is_found() -> None:

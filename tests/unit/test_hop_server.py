@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 
 from golden_frames import DECODE, GOLDEN, HOST, PREFILL, SESSION, Golden
+from meshnet_cli.serving import listen, port_of, serving_aiohttp
 from meshnet_core import http_codec
 from meshnet_core.errors import (
     ERRORS_BY_CODE,
@@ -25,7 +26,6 @@ from meshnet_core.errors import (
     HopError,
     HopFailedError,
     HopUnreachableError,
-    InvalidInputError,
     MeshnetError,
     MissReason,
     RequestRefusedError,
@@ -38,7 +38,7 @@ from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
 from meshnet_core.transport import HopTransport
-from meshnet_node.torch_server import create_app, serve
+from meshnet_node.torch_server import create_app, new_doorkeeper, runner_for
 
 BOOT = "b-0123456789abcdef"
 MAX_BODY = 64 * 1024
@@ -125,9 +125,9 @@ async def node() -> AsyncIterator[Node]:
         max_body=MAX_BODY,
         body_timeout_s=0.3,
     )
-    runner, port = await serve(app, "127.0.0.1", 0)
-    yield Node(endpoint, port)
-    await runner.cleanup()
+    sock = listen("127.0.0.1", 0)
+    async with serving_aiohttp(runner_for(app), sock, None, new_doorkeeper()):
+        yield Node(endpoint, port_of(sock))
 
 
 @pytest.fixture
@@ -596,19 +596,3 @@ async def test_a_small_frame_is_not_held_back(node: Node, transport: HttpTranspo
         await transport.forward(node.url, DECODE.frame)
         took.append(time.perf_counter() - began)
     assert min(took) < 0.03
-
-
-@pytest.mark.parametrize(
-    ("host", "port", "says"),
-    [
-        ("127.0.0.1", None, "is taken; choose another with --port, or 0 for any free one"),
-        ("203.0.113.1", 0, "give an address of this machine with --host"),
-        ("127.0.0.1", 70000, "a port to 65535"),
-    ],
-)
-async def test_an_address_that_cannot_be_listened_on_comes_with_its_remedy(
-    node: Node, host: str, port: int | None, says: str
-) -> None:
-    app = create_app(FakeEndpoint(), boot=BOOT, status=dict, text_files=lambda _: None, max_body=1)
-    with pytest.raises(InvalidInputError, match=says):
-        await serve(app, host, node.port if port is None else port)

@@ -41,12 +41,13 @@ def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
             names ``option``.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:  # the latter of a name that cannot even be asked for
         raise InvalidInputError(f"--host {host!r} cannot be resolved; give an address of this machine") from error
-    sock = socket.socket(family, kind)
+    family, kind, protocol, _, address = found[0]
+    # With the protocol named: only then does asyncio set TCP_NODELAY on what is accepted, and a stream's tokens do not
+    # wait for each other's acknowledgements.
+    sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import errno
 import logging
 import math
 import time
@@ -108,7 +107,7 @@ def new_doorkeeper() -> Doorkeeper:
 
 
 def runner_for(app: web.Application) -> web.AppRunner:
-    """What serves the application, for whoever brings the socket; :func:`serve` is the same with one of its own."""
+    """What serves the application, for whoever brings the socket."""
     return web.AppRunner(
         app,
         access_log=None,
@@ -118,22 +117,6 @@ def runner_for(app: web.Application) -> web.AppRunner:
         auto_decompress=False,
         logger=connection_log(__name__),
     )
-
-
-async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Listen, and return what ``await runner.cleanup()`` stops, with the port (the one found, where 0 was asked for).
-
-    Raises:
-        InvalidInputError: the port is taken, or the address is not this machine's.
-    """
-    runner = runner_for(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except (OSError, OverflowError) as error:
-        await runner.cleanup()
-        raise InvalidInputError(_cannot_listen(host, port, error)) from error
-    return runner, int(runner.addresses[0][1])
 
 
 class _Door:
@@ -276,11 +259,3 @@ def _routing_refusal(request: web.Request, error: web.HTTPException) -> MeshnetE
         allowed = ", ".join(sorted(error.allowed_methods))
         return InvalidInputError(f"{request.path} takes {allowed}, not {request.method[:20]}")
     return InvalidInputError(f"no such path: {request.path[:80]}; see docs/wire-protocol.md for those there are")
-
-
-def _cannot_listen(host: str, port: int, error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is taken; choose another with --port, or 0 for any free one"
-    if isinstance(error, OSError) and error.errno == errno.EACCES:
-        return f"port {port} on {host} is reserved to the system; choose one above 1023 with --port"
-    return f"cannot listen on {host}:{port}: {error}; give an address of this machine with --host and a port to 65535"
