@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import urllib.request
 from pathlib import Path
 
@@ -70,6 +71,17 @@ def test_a_node_that_cannot_start_ends_it(model: str, tmp_path: Path) -> None:
         assert up.process.wait(90) == 1
         assert "ended with exit code 2" in up.output()
         assert "device 'cuda:99'" in up.output()
+
+
+def test_a_taken_port_is_refused_as_the_gateway_refuses_it(model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        refused = run("up", model, "--port", str(port))
+    assert refused.returncode == 2
+    assert (
+        f"port {port} on 127.0.0.1 is taken, perhaps by another meshnet; choose another with --port" in refused.stderr
+    )
+    assert "Traceback" not in refused.stderr
 
 
 def test_mistakes_are_told_before_anything_is_started(model: str) -> None:

@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import pairwise
+
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.layer_range import LayerRange
 
 
-def even_split(num_layers: int, nodes: int) -> tuple[LayerRange, ...]:
-    """``num_layers`` in ``nodes`` ranges whose lengths differ by one at most, the longer ones first.
+def even_split(num_layers: int, nodes: int, cuts: Collection[int] | None = None) -> tuple[LayerRange, ...]:
+    """``num_layers`` in ``nodes`` ranges of lengths as equal as can be, the longer ones first.
+
+    Args:
+        num_layers: of the model.
+        nodes: how many ranges.
+        cuts: where the model may be cut, each the first layer after the cut; None where it may be cut anywhere.
 
     Raises:
-        InvalidInputError: if there are more nodes than layers, or none.
+        InvalidInputError: if there are more nodes than the model can be cut into, or none.
     """
-    if not 1 <= nodes <= num_layers:
-        raise InvalidInputError(f"a model of {num_layers} layers can be cut into 1 to {num_layers} nodes, not {nodes}")
+    most = num_layers if cuts is None else len(cuts) + 1
+    if not 1 <= nodes <= most:
+        if most == 1 < num_layers:
+            raise InvalidInputError(f"this model cannot be cut, so one node must hold it, not {nodes}")
+        kind = f"a model of {num_layers} layers" if most == num_layers else "this model"
+        raise InvalidInputError(f"{kind} can be cut into 1 to {most} nodes, not {nodes}")
     each, left = divmod(num_layers, nodes)
-    ranges, start = [], 0
-    for index in range(nodes):
-        stop = start + each + (1 if index < left else 0)
-        ranges.append(LayerRange(start, stop))
-        start = stop
-    return tuple(ranges)
+    starts = [index * each + min(index, left) for index in range(nodes)]
+    if cuts is not None and not set(starts[1:]) <= set(cuts):
+        starts = _nearest_starts(num_layers, nodes, sorted(cuts))
+    return tuple(LayerRange(start, stop) for start, stop in pairwise([*starts, num_layers]))
 
 
-def parse_splits(text: str) -> tuple[LayerRange, ...]:
-    """Read ``0-14,15-29``; ranges may overlap.
+def _nearest_starts(num_layers: int, nodes: int, cuts: list[int]) -> list[int]:
+    """Where each range begins, so that the sum of the squares of their lengths is least; of equals, the longer first.
 
-    Raises:
-        InvalidInputError: on anything that is not a range.
+    A range costs the same whatever comes before it, so the best beginnings of all shorter splits are enough to go on
+    from (dynamic programming over the cuts).
     """
-    return tuple(LayerRange.parse(part) for part in text.split(","))
+    best = {0: (0, [0])}  # beginning of the newest range -> cost of all before it, and where they begin
+    for _ in range(nodes - 1):
+        best = {
+            cut: min(
+                ((cost + (cut - start) ** 2, [*starts, cut]) for start, (cost, starts) in best.items() if start < cut),
+                key=lambda found: (found[0], [-start for start in found[1]]),
+            )
+            for cut in cuts
+            if cut > min(best)
+        }
+    ends = ((cost + (num_layers - start) ** 2, starts) for start, (cost, starts) in best.items())
+    return min(ends, key=lambda found: (found[0], [-start for start in found[1]]))[1]
 
 
 def check_cover(splits: tuple[LayerRange, ...], num_layers: int) -> None:

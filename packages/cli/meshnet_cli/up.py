@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
-from meshnet_cli import lifeline, options, splits
+from meshnet_cli import lifeline, options, serving, splits
 from meshnet_cli.complaint import say
 from meshnet_cli.session_limits import DEFAULT_MAX_SESSIONS, DEFAULT_SESSION_TTL_S, SessionLimits
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.layer_range import LayerRange
 from meshnet_gateway.recovery import Replay
+
+DEFAULT_NODES = 2
 
 
 class StoppedError(KeyboardInterrupt):
@@ -26,7 +28,7 @@ class StoppedError(KeyboardInterrupt):
 def up(
     model: options.Model,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, metavar="N", help="How many nodes.", show_default="2")
+        int | None, typer.Option("--nodes", min=1, metavar="N", help="How many nodes.", show_default=str(DEFAULT_NODES))
     ] = None,
     split: Annotated[
         str | None,
@@ -78,6 +80,8 @@ def _up(
     from meshnet_cli.local_mesh import LocalMesh, Plan, threads_each
 
     ranges = plan_splits(model, nodes, split)
+    # The gateway will take it; here a port in use is known before anything is started.
+    serving.listen(options.LOOPBACK, port).close()
     plan = Plan(model, ranges, port, node_options, threads or threads_each(len(ranges)), gateway_options)
     with LocalMesh(plan) as mesh:
         with showing_children() as show:
@@ -94,19 +98,25 @@ def plan_splits(model: str, nodes: int | None, split: str | None) -> tuple[Layer
     """The layers of each node, checked against the model before anything is started.
 
     Raises:
-        MeshnetError: the model cannot be opened, or the split does not cover it.
+        MeshnetError: the model cannot be opened or is not supported, or the split does not cover it or cuts it where it
+            cannot be cut.
     """
     from meshnet_cli.progress import progress_reporter
     from meshnet_node.model_files import open_model
 
-    given = splits.parse_splits(split) if split is not None else None
+    given = LayerRange.parse_all(split) if split is not None else None
     if given is not None and nodes is not None and nodes != len(given):
         raise InvalidInputError(f"--nodes {nodes} and --splits with {len(given)} ranges disagree; give one of them")
     with progress_reporter() as report:
         report("", f"opening {model}", 0, 1)
-        num_layers = open_model(model).num_layers
-    ranges = given or splits.even_split(num_layers, nodes or min(2, num_layers))
-    splits.check_cover(ranges, num_layers)
+        files = open_model(model)
+        from meshnet_node import family_support  # here, since it takes another second
+
+        cuts = family_support.cuts_in(files.config)
+    ranges = given or splits.even_split(files.num_layers, nodes or min(DEFAULT_NODES, len(cuts) + 1), cuts)
+    splits.check_cover(ranges, files.num_layers)
+    for layers in ranges:
+        family_support.check_config(files.config, layers)
     return ranges
 
 

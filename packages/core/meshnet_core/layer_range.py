@@ -43,6 +43,11 @@ class LayerRange:
             )
         return cls(first, last + 1)
 
+    @classmethod
+    def parse_all(cls, text: str) -> tuple[LayerRange, ...]:
+        """Read several with commas between them, ``"0-14,15-29"``; they may overlap."""
+        return tuple(cls.parse(part) for part in text.split(","))
+
     def __str__(self) -> str:
         """The inclusive form, as :meth:`parse` reads it."""
         return f"{self.start}-{self.stop - 1}"

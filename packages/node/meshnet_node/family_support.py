@@ -225,18 +225,31 @@ def check_split(config: PreTrainedConfig, layers: LayerRange) -> None:
             )
 
 
+def cuts_in(document: dict[str, Any]) -> tuple[int, ...]:
+    """Where a model may be cut, by its parsed ``config.json``; see :func:`cuts_of`.
+
+    Raises:
+        UnsupportedModelError: as :func:`family_of`.
+    """
+    return cuts_of(_text_config(document))
+
+
 def check_config(document: dict[str, Any], layers: LayerRange) -> None:
     """Refuse a model that cannot be served, or not in this range, by its parsed ``config.json``: before any download.
 
     Raises:
         UnsupportedModelError: as :func:`family_of` and :func:`check_split`.
     """
+    check_split(_text_config(document), layers)
+
+
+def _text_config(document: dict[str, Any]) -> PreTrainedConfig:
     settings = {key: value for key, value in document.items() if key not in {"model_type", "auto_map"}}
     try:
         config = AutoConfig.for_model(document["model_type"], **settings)
     except Exception as error:  # a config class raises what it likes over a setting
         raise UnsupportedModelError(f"transformers cannot use this config.json: {error}") from error
-    check_split(text_config_of(config), layers)
+    return text_config_of(config)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ class Split:
     @classmethod
     def parse(cls, text: str) -> Split:
         """Read ``0-14,15-29``."""
-        return cls(tuple(LayerRange.parse(part) for part in text.split(",")))
+        return cls(LayerRange.parse_all(text))
 
     @classmethod
     def at(cls, num_layers: int, *cuts: int) -> Split:
