@@ -53,3 +53,4 @@ def test_limits_are_passed_on_as_they_are() -> None:
     assert SessionLimits().arguments() == ("--max-sessions", "256", "--session-ttl", "600.0", "--drain-grace", "30.0")
     given = SessionLimits.given("1M", 8, 60.0, 0)
     assert given.arguments()[:2] == ("--cache-bytes", "1048576")
+    assert SessionLimits(prefix_reuse=False).arguments()[-1] == "--no-prefix-reuse"

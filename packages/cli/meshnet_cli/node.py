@@ -95,6 +95,7 @@ def node(
     cache_bytes: options.CacheBytes = None,
     max_sessions: options.MaxSessions = DEFAULT_MAX_SESSIONS,
     session_ttl: options.SessionTtl = DEFAULT_SESSION_TTL_S,
+    prefix_reuse: options.PrefixReuse = True,
     drain_grace: Annotated[
         float,
         typer.Option(
@@ -111,7 +112,7 @@ def node(
     lifeline.hold_on()
     serving.set_up_logging()
     choices = [ShardChoice(model, LayerRange.parse(layers)), *map(ShardChoice.parse, also or ())]
-    limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace)
+    limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace, prefix_reuse=prefix_reuse)
     if advertise is not None and not advertise.startswith(("http://", "https://")):
         raise InvalidInputError(f"--advertise {advertise!r} is no address; write it like http://10.0.0.7:7410")
     if api_port is not None and not api:

@@ -16,7 +16,7 @@ import transformers
 
 from meshnet_cli import gateway, renewal, serving
 from meshnet_cli.node import Place
-from meshnet_cli.session_limits import SessionLimits
+from meshnet_cli.session_limits import MAX_PREFIXES, SessionLimits
 from meshnet_core import __version__
 from meshnet_core.clock import SystemClock
 from meshnet_core.errors import InvalidInputError
@@ -81,7 +81,7 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
             queued=service.status()["queued"],
             draining=service.draining,
             links=service.links.told(),
-            free_bytes=_free_bytes(service.store),
+            free_bytes=service.store.free_nbytes,
             budget_bytes=service.store.limits.budget_bytes,
             max_sessions=service.store.limits.max_sessions,
         )
@@ -161,11 +161,6 @@ async def _drain(service: HopService, registration: Registration, grace_s: float
         await asyncio.gather(told, return_exceptions=True)
 
 
-def _free_bytes(store: CacheStore[HopSession]) -> int:
-    """What sessions could still take; prefixes that nobody uses give way to them."""
-    return max(0, store.limits.budget_bytes - store.nbytes + store.prefixes.idle_nbytes)
-
-
 async def _sweep(store: CacheStore[HopSession]) -> None:
     """Idle sessions go when their time is up, also on a node that nobody calls."""
     while True:
@@ -193,4 +188,9 @@ def _store_limits(device: torch.device, limits: SessionLimits, weights_to_come: 
             f"{free} are free now"
         )
     budget = int(SESSION_SHARE * max(0, free - weights_to_come)) if limits.cache_bytes is None else limits.cache_bytes
-    return StoreLimits(budget_bytes=budget, max_sessions=limits.max_sessions, ttl_s=limits.session_ttl_s)
+    return StoreLimits(
+        budget_bytes=budget,
+        max_sessions=limits.max_sessions,
+        ttl_s=limits.session_ttl_s,
+        max_prefixes=MAX_PREFIXES if limits.prefix_reuse and budget else 0,
+    )

@@ -86,7 +86,13 @@ MaxSessions = Annotated[
 SessionTtl = Annotated[
     float, typer.Option("--session-ttl", metavar="SECONDS", help="How long a session may be unused before it goes.")
 ]
-
+PrefixReuse = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-reuse/--no-prefix-reuse",
+        help="Whether a node holds on the state of finished turns, in the same memory, for turns that go on from them.",
+    ),
+]
 
 Recovery = Annotated[
     Replay,

@@ -10,6 +10,7 @@ from meshnet_core.errors import InvalidInputError
 DEFAULT_MAX_SESSIONS = 256
 DEFAULT_SESSION_TTL_S = 600.0
 DEFAULT_DRAIN_GRACE_S = 30.0
+MAX_PREFIXES = 256  # their marks take memory too, up to a megabyte each, which no budget counts
 SHORTEST_TTL_S, LONGEST_TTL_S = 1.0, 30 * 86400.0
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.ASCII | re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -24,12 +25,14 @@ class SessionLimits:
         max_sessions: how many at once.
         session_ttl_s: how long one may be unused, in seconds.
         drain_grace_s: how long running ones have to move before the node leaves, in seconds.
+        prefix_reuse: whether state of finished turns is held on for the turns that go on from them.
     """
 
     cache_bytes: int | None = None
     max_sessions: int = DEFAULT_MAX_SESSIONS
     session_ttl_s: float = DEFAULT_SESSION_TTL_S
     drain_grace_s: float = DEFAULT_DRAIN_GRACE_S
+    prefix_reuse: bool = True
 
     @classmethod
     def given(
@@ -38,6 +41,8 @@ class SessionLimits:
         max_sessions: int,
         session_ttl_s: float,
         drain_grace_s: float = DEFAULT_DRAIN_GRACE_S,
+        *,
+        prefix_reuse: bool = True,
     ) -> SessionLimits:
         """From the values of the options.
 
@@ -57,7 +62,7 @@ class SessionLimits:
                 f"--drain-grace {drain_grace_s:g}: give seconds from 0, which leaves at once, to {LONGEST_TTL_S:g}"
             )
         nbytes = None if cache_bytes is None else parse_bytes(cache_bytes, option="--cache-bytes")
-        return cls(nbytes, max_sessions, session_ttl_s, drain_grace_s)
+        return cls(nbytes, max_sessions, session_ttl_s, drain_grace_s, prefix_reuse)
 
     def arguments(self) -> tuple[str, ...]:
         """The options as a node is given them."""
@@ -67,6 +72,7 @@ class SessionLimits:
             *("--max-sessions", str(self.max_sessions)),
             *("--session-ttl", str(self.session_ttl_s)),
             *("--drain-grace", str(self.drain_grace_s)),
+            *(() if self.prefix_reuse else ("--no-prefix-reuse",)),
         )
 
 

@@ -51,13 +51,14 @@ def up(
     cache_bytes: options.CacheBytes = None,
     max_sessions: options.MaxSessions = DEFAULT_MAX_SESSIONS,
     session_ttl: options.SessionTtl = DEFAULT_SESSION_TTL_S,
+    prefix_reuse: options.PrefixReuse = True,
     recovery: options.Recovery = Replay.FAST,
     step_deadline: options.StepDeadline = options.DEFAULT_STEP_DEADLINE_S,
 ) -> None:
     """Start a tracker, nodes and a gateway on this machine, and serve MODEL at /v1."""
     lifeline.hold_on()
     # All nodes leave together, so that there is nowhere to move to.
-    limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace_s=0)
+    limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace_s=0, prefix_reuse=prefix_reuse)
     stop_on_signals()
     try:
         node_options = ("--dtype", dtype.value, "--device", device, *limits.arguments())

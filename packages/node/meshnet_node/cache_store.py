@@ -147,6 +147,11 @@ class CacheStore(Generic[H]):
         """Bytes taken by all entries and held prefixes."""
         return self.taken(stateless=False) + self.taken(stateless=True)
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of state that a newcomer could have without any session giving way."""
+        return max(0, self.limits.budget_bytes - self.taken(stateless=False) + self.prefixes.idle_nbytes)
+
     def taken(self, *, stateless: bool, but: str | None = None) -> int:
         """Bytes taken by the entries that keep no state, or by all others and prefixes; those of one session left out.
 

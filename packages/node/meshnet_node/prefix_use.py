@@ -81,9 +81,7 @@ class PrefixUse:
             return False
         if self._store.prefixes.covers(_kind(session), frozenset({_key_at(session, end)})):
             return False
-        taken = self._store.taken(stateless=False)
-        room = self._store.limits.budget_bytes - taken + self._store.prefixes.idle_nbytes
-        return session.shard.backend.state_bytes(document.hop.layers.start, end) <= room
+        return session.shard.backend.state_bytes(document.hop.layers.start, end) <= self._store.free_nbytes
 
     def keep_copy(self, session: HopSession, copy: SessionState) -> None:
         """Hold a copy of the session's state; it counts from now on."""
