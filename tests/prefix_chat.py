@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from in_process_mesh import MODEL, TinyMesh, random_prompt
 from meshnet_core.prefix import EVERYONE
 from meshnet_core.sampling import SampledToken, SamplingParams
-from meshnet_gateway.generation import GenerationRequest
+from meshnet_gateway.generation import Generation, GenerationRequest
 from meshnet_gateway.prefix_reuse import PrefixWish
 from meshnet_gateway.recovery import Replay
 from meshnet_node.cache_store import StoreLimits
@@ -46,6 +46,8 @@ class Chat:
         reuse: False asks for no prefixes.
         scope: whose prefixes.
         count: tokens of an answer.
+        chunk: positions in one prefill frame.
+        during: called after each token with how many there are.
     """
 
     mesh: TinyMesh
@@ -57,6 +59,7 @@ class Chat:
     recovery: Replay | None = None
     said: list[int] = field(default_factory=lambda: list(SYSTEM))
     turns: list[Turn] = field(default_factory=list)
+    during: Callable[[Generation, int], None] = lambda generation, made: None
 
     async def turn(self, question: Sequence[int] | None = None) -> Turn:
         question = random_prompt(7, seed=1000 * self.seed + len(self.turns)) if question is None else question
@@ -67,7 +70,8 @@ class Chat:
         return turn
 
     async def answer(self, prompt: Sequence[int]) -> Turn:
-        wish = PrefixWish(self.scope, head=len(SYSTEM)) if self.reuse else None
+        before = (len(self.turns[-1].prompt) - 1,) if self.turns else ()
+        wish = PrefixWish(self.scope, (len(SYSTEM), len(prompt) - 1), before) if self.reuse else None
         sampling = SamplingParams(logprobs=5)
         request = GenerationRequest(
             MODEL, tuple(prompt), self.count, sampling, frozenset({END}), recovery=self.recovery, prefix=wish
@@ -76,7 +80,10 @@ class Chat:
         tokens: list[SampledToken] = []
         try:
             async with aclosing(aiter(generation)) as events:
-                tokens.extend([event async for event in events if isinstance(event, SampledToken)])
+                async for event in events:
+                    if isinstance(event, SampledToken):
+                        tokens.append(event)
+                        self.during(generation, len(tokens))
         finally:
             await generation.aclose()
         return Turn(tuple(prompt), tokens, generation.report())

@@ -1,7 +1,7 @@
 """What one generation takes from prefixes that hops hold, and what it leaves to others. Pure but for its own memory.
 
     tokens   [ system prompt | question 1 | answer 1 | question 2 ]
-    marks        |    |    ^ head     |       ^ |  ^ |       |    ^     at every block, and where others may have ended
+    marks        |    |      ^     |      ^     |    ^  |         ^     at every block, and where other states may end
 
 Where earlier turns ended is read off the tokens: every answer ends in a stop token, so states were left just before
 one, or one position earlier where an answer was cut off by its length. Knows no hops and sends nothing.
@@ -25,11 +25,13 @@ class PrefixWish:
 
     Attributes:
         scope: whose they are; different scopes share nothing.
-        head: positions of the prompt that other conversations with the same instructions have too; 0 if not known.
+        keep_at: positions of the prompt that others may begin with: the end of the system prompt, of the question.
+        look_at: positions at which earlier requests may have kept something, as these do.
     """
 
     scope: str = EVERYONE
-    head: int = 0
+    keep_at: tuple[int, ...] = ()
+    look_at: tuple[int, ...] = ()
 
 
 def longest_shared(held: Iterable[Sequence[int]], length: int) -> int:
@@ -78,8 +80,9 @@ class PrefixReuse:
         self.begin, self.cuts, self._filled = 0, (), len(tokens)
         if self._wish is None or not cached:
             return None
-        keep_at = {self._wish.head, self._prompt_length}
-        marks = marks_of(tokens, {*_blocks(0, len(tokens)), *_ends(tokens, self._stop_ids), *keep_at, len(tokens)})
+        keep_at = set(self._wish.keep_at)
+        at = {*_blocks(0, len(tokens)), *_ends(tokens, self._stop_ids), *keep_at, *self._wish.look_at, len(tokens)}
+        marks = marks_of(tokens, at)
         marked = {mark.position for mark in marks}
         return PrefixTerms(self._wish.scope, marks, tuple(sorted(keep_at & marked)))
 
@@ -91,7 +94,7 @@ class PrefixReuse:
             self.begin = longest_shared((reply.held for reply in replies), self._filled)
             self._in_doubt = self.begin > 0
         if any(reply.snapshots for reply in replies):
-            self.cuts = (self._wish.head,)
+            self.cuts = self._wish.keep_at
 
     def proven(self) -> None:
         """A token came: what the epoch began on was right."""

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,9 @@ class TextModel:
             return text
 
         def render(messages: list[dict[str, Any]], more: Mapping[str, Any]) -> str:
-            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **more)
+            text: str = tokenizer.apply_chat_template(
+                messages, tokenize=False, **{"add_generation_prompt": True, **more}
+            )
             return text
 
         config = _document(files, "config.json")
@@ -109,6 +110,8 @@ class TextModel:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        *,
+        to_answer: bool = True,
     ) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins, by the model's own template.
 
@@ -118,6 +121,7 @@ class TextModel:
             messages: in the form that templates take.
             tools: likewise; for a template that knows them.
             variables: further ones for the template.
+            to_answer: False stops where the messages do, before what an answer begins with.
 
         Raises:
             RequestRefusedError: the model has no template, or its template refuses these messages.
@@ -137,20 +141,8 @@ class TextModel:
                 ) from error
 
         given = {**(variables or {}), **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+        given |= {} if to_answer else {"add_generation_prompt": False}
         return tuple(self._prompts.encode(render, {**given, "messages": [dict(message) for message in messages]}))
-
-    def shared_head(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> int:
-        """How many of ``ids``, the conversation's, any other with the same instructions begins with too.
-
-        Found by rendering another one: a template may say more before the first question than the messages do. 0 where
-        the template does not take it.
-        """
-        instructions = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
-        try:
-            other = self.render_chat([*instructions, {"role": "user", "content": "?"}])
-        except RequestRefusedError:
-            return 0
-        return next((at for at, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1]), 0)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt as it is, with the special tokens that the tokenizer puts before a text, if any.

@@ -91,6 +91,7 @@ class HopSession:
         changed: set and replaced whenever `accepted` or the number of frames in flight changes.
         frames: how many frames of each kind were run, for people to read.
         offered: positions at which it could begin from prefixes held here, as its gateway was told.
+        inherited: where what it began from serves, as far as it was taken: its own state serves there too.
     """
 
     document: OpenDocument
@@ -105,6 +106,7 @@ class HopSession:
     received_bytes: int = 0
     state_bytes: int = 0
     offered: frozenset[int] = frozenset()
+    inherited: dict[str, int] = field(default_factory=dict)
     _measured: int = 0
     _measured_at: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event)

@@ -71,6 +71,7 @@ class PrefixUse:
                     f"the prefix of {frame.position} positions that was told of at open is gone",
                     reason=MissReason.EVICTED,
                 )
+            session.inherited = {key: at for key, at in held.positions.items() if at <= frame.position}
             yield held.state
         self.saved += frame.position
 
@@ -99,9 +100,10 @@ class PrefixUse:
             return {}
         if session.in_flight or session.cancelled or not 0 < state.position == session.accepted:
             return {}
-        marks = [mark for mark in (*prefix.marks, *keep) if mark.position <= state.position]
-        whole = state.cuts_back()
-        return {mark.key: mark.position for mark in marks if whole or mark.position == state.position}
+        positions = {mark.key: mark.position for mark in (*prefix.marks, *keep)}
+        if state.cuts_back():
+            return session.inherited | {key: at for key, at in positions.items() if at <= state.position}
+        return {key: at for key, at in positions.items() if at == state.position}
 
     def keep(self, session: HopSession, positions: dict[str, int]) -> None:
         """Hold the state of a session that has left the store, where `left_by` said that it could serve."""
