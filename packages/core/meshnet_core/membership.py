@@ -12,6 +12,7 @@ from meshnet_core.frames import PROTOCOL_MAX, PROTOCOL_MIN
 from meshnet_core.ids import check_id
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.link_info import MAX_LINKS, MAX_MS, LinkInfo
+from meshnet_core.placeable import Placeable
 from meshnet_core.wire_fields import flag, items, optional_number, optional_whole, text, whole
 
 MAX_SHARDS = 1024  # of one node
@@ -114,6 +115,7 @@ class NodeInfo:
         links: to nodes that it has sent frames to, or probed, lately.
         free_bytes, budget_bytes: of session state, that it could still hold and may hold in all; None if not told.
         max_sessions: that it may hold state of; None if not told.
+        placement: what the tracker needs to choose its layers; None for one that was given them.
     """
 
     node_id: str
@@ -132,6 +134,7 @@ class NodeInfo:
     free_bytes: int | None = None
     budget_bytes: int | None = None
     max_sessions: int | None = None
+    placement: Placeable | None = None
 
     def __post_init__(self) -> None:
         check_id(self.node_id, "node id")
@@ -156,6 +159,7 @@ class NodeInfo:
             "free_bytes": self.free_bytes,
             "budget_bytes": self.budget_bytes,
             "max_sessions": self.max_sessions,
+            **({"placement": self.placement.to_wire()} if self.placement is not None else {}),
         }
 
     @classmethod
@@ -187,6 +191,7 @@ class NodeInfo:
             free_bytes=optional_whole(document, "free_bytes"),
             budget_bytes=optional_whole(document, "budget_bytes"),
             max_sessions=optional_whole(document, "max_sessions"),
+            placement=None if document.get("placement") is None else Placeable.from_wire(document["placement"]),
         )
 
 

@@ -19,6 +19,7 @@ from meshnet_core.errors import InvalidInputError, TrackerUnreachableError, erro
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.link_info import MAX_LINKS, Neighbour
 from meshnet_core.membership import NodeInfo, Snapshot
+from meshnet_core.placeable import Wish
 from meshnet_core.route import Route
 from meshnet_core.wire_fields import items, optional_number
 
@@ -84,6 +85,20 @@ class TrackerClient:
             TrackerUnreachableError: as :meth:`heartbeat`.
         """
         await self._call("DELETE", f"/v1/nodes/{quote(node_id, safe='')}", params={"boot": boot} if boot else None)
+
+    async def wish(self, node_id: str, *, boot: str) -> Wish:
+        """What the tracker wants a node to hold that leaves its layers to it.
+
+        Raises:
+            InvalidInputError: nothing of the model fits there, or the mesh serves it with other contents.
+            UnknownNodeError: this start of the node is not registered.
+            TrackerUnreachableError: as :meth:`heartbeat`.
+        """
+        reply = await self._call("GET", f"/v1/placement/{quote(node_id, safe='')}", params={"boot": boot})
+        try:
+            return Wish.from_wire(reply)
+        except InvalidInputError as error:
+            raise self._no_tracker(error.message) from error
 
     async def snapshot(self) -> Snapshot:
         """All nodes that the tracker knows now.

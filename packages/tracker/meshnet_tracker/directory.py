@@ -194,6 +194,20 @@ class Directory:
         del self._leases[node_id]
         self._tell(Left(lease.node))
 
+    def require(self, node_id: str, boot: str | None = None, owner: str | None = None) -> NodeInfo:
+        """A node as it announced itself; with ``boot`` only that start of it.
+
+        Raises:
+            UnknownNodeError: no such node, or another start of it, is registered.
+            ForbiddenError: the id is leased by another machine than ``owner``.
+        """
+        self.expire()
+        lease = self._leases.get(node_id)
+        if lease is None or boot not in (None, lease.node.boot):
+            raise UnknownNodeError(f"node {node_id} is not registered here, or not this start of it")
+        _check_owner(lease, owner)
+        return lease.node
+
     def expire(self) -> None:
         """Drop the nodes whose lease is over; every other method does so first."""
         now = self._clock.now()

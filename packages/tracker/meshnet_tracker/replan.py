@@ -28,15 +28,20 @@ STAY = 1.3  # a plan is kept while its slowest part is at most so much slower th
 MOVE = 1.2  # of plans that move machines, those at most so much slower than the best count as equal
 
 
-def replan(machines: Sequence[Machine], facts: ModelFacts) -> Placement:
+def replan(machines: Sequence[Machine], facts: ModelFacts, *, for_speed: bool = True) -> Placement:
     """What each machine is to hold from now on, given what it holds; newcomers hold nothing yet.
 
     Feeding the result back changes nothing. Machines whose memory is too small for what they hold are newcomers.
+
+    Args:
+        machines: all of the mesh, in any order.
+        facts: of the model.
+        for_speed: whether machines may be moved where no layer is missing.
     """
     machines = [_checked(machine, facts) for machine in in_order(machines)]
     now = {m.name: m.held for m in machines if m.held is not None}
     judged = []
-    for number, ranges in enumerate(_ways(machines, now, facts)):
+    for number, ranges in enumerate(_ways(machines, now, facts, for_speed=for_speed)):
         standing = [replace(m, held=ranges[m.name]) for m in machines if m.name in ranges]
         missing = sum(map(len, gaps_of(standing, facts.num_layers)))
         cover = standing_cover(standing, facts) if not missing else None
@@ -59,11 +64,14 @@ def _checked(machine: Machine, facts: ModelFacts) -> Machine:
     return machine if known and machine.fits(facts, layers.start, layers.stop) else replace(machine, held=None)
 
 
-def _ways(machines: list[Machine], now: Ranges, facts: ModelFacts) -> Iterator[Ranges]:
+def _ways(machines: list[Machine], now: Ranges, facts: ModelFacts, *, for_speed: bool) -> Iterator[Ranges]:
     yield now
+    gaps = gaps_of(machines, facts.num_layers)
+    if not gaps and not for_speed:
+        return
     fixed = {m.name: m.held for m in machines if m.fixed and m.held is not None}
     anew = best_cover(machines, facts)
-    if gaps := gaps_of(machines, facts.num_layers):
+    if gaps:
         limit_ms = inf if anew is None else slowest_ms(anew, facts) * MOVE
         newcomers = {machine.name for machine in machines if machine.held is None}
         for free in (newcomers, newcomers | _spare(machines, facts)):

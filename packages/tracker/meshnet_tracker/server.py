@@ -37,6 +37,7 @@ from meshnet_core.secure_site import owner_of_request
 from meshnet_core.turned_away import TurnedAway
 from meshnet_core.wire_fields import items, text, whole
 from meshnet_tracker.directory import Directory, DirectoryEvent, Expired
+from meshnet_tracker.placement_desk import PlacementDesk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -83,7 +84,10 @@ def new_doorkeeper() -> Doorkeeper:
 
 
 def create_app(
-    directory: Directory, doorkeeper: Doorkeeper | None = None, enrollment: Enrollment | None = None
+    directory: Directory,
+    doorkeeper: Doorkeeper | None = None,
+    enrollment: Enrollment | None = None,
+    desk: PlacementDesk | None = None,
 ) -> web.Application:
     """The application; it logs the directory's events, and sweeps out dead nodes while it runs.
 
@@ -91,7 +95,9 @@ def create_app(
         directory: of the nodes.
         doorkeeper: limits each peer, and counts who is turned away; a new one if not given.
         enrollment: lets machines into the mesh; None in one without certificates.
+        desk: chooses layers for the nodes that ask for some; a new one if not given.
     """
+    desk = desk or PlacementDesk(SystemClock(), directory.snapshot)
     doorkeeper = doorkeeper or new_doorkeeper()
     metrics = TrackerMetrics(directory, doorkeeper)
     directory.subscribe(lambda event: logger.info("%s", event))
@@ -129,6 +135,12 @@ def create_app(
         metrics.routes_planned.inc()
         return web.json_response(planned.to_wire())
 
+    async def placement(request: web.Request) -> web.Response:
+        boot = _query(request, "boot").get("boot")
+        node_id = check_id(request.match_info["node_id"], "node id")
+        node = directory.require(node_id, boot, owner_of_request(request))
+        return web.json_response(desk.ask(node).to_wire())
+
     async def healthz(request: web.Request) -> web.Response:
         _query(request)
         return web.json_response({"status": "ok", "version": __version__, "nodes": len(directory.snapshot().nodes)})
@@ -147,6 +159,7 @@ def create_app(
             web.get("/v1/nodes/{node_id}/neighbours", neighbours),
             web.post("/v1/route", route),
             *_enrollment_routes(enrollment),
+            web.get("/v1/placement/{node_id}", placement),
             web.get("/healthz", healthz),
             web.get("/metrics", exposition),
         ]
