@@ -18,6 +18,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedM
 from meshnet_core.errors import UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
 from meshnet_node import family_adapters as adapters
+from meshnet_node.config_json import settings_of
 
 Bond = Callable[[PreTrainedConfig, int], str]
 """(text config, cut) -> why layers ``cut - 1`` and ``cut`` cannot be on different hops; empty where they can."""
@@ -231,7 +232,22 @@ def cuts_in(document: dict[str, Any]) -> tuple[int, ...]:
     Raises:
         UnsupportedModelError: as :func:`family_of`.
     """
-    return cuts_of(_text_config(document))
+    return cuts_of(config_of(document))
+
+
+def config_of(document: dict[str, Any]) -> PreTrainedConfig:
+    """The text config of a parsed ``config.json``, checked as :func:`family_of` does.
+
+    Raises:
+        UnsupportedModelError: by name and reason.
+    """
+    try:
+        config = AutoConfig.for_model(document["model_type"], **settings_of(document))
+    except Exception as error:  # a config class raises what it likes over a setting
+        raise UnsupportedModelError(f"transformers cannot use this config.json: {error}") from error
+    config = text_config_of(config)
+    family_of(config)
+    return config
 
 
 def check_config(document: dict[str, Any], layers: LayerRange) -> None:
@@ -240,16 +256,7 @@ def check_config(document: dict[str, Any], layers: LayerRange) -> None:
     Raises:
         UnsupportedModelError: as :func:`family_of` and :func:`check_split`.
     """
-    check_split(_text_config(document), layers)
-
-
-def _text_config(document: dict[str, Any]) -> PreTrainedConfig:
-    settings = {key: value for key, value in document.items() if key not in {"model_type", "auto_map"}}
-    try:
-        config = AutoConfig.for_model(document["model_type"], **settings)
-    except Exception as error:  # a config class raises what it likes over a setting
-        raise UnsupportedModelError(f"transformers cannot use this config.json: {error}") from error
-    return text_config_of(config)
+    check_split(config_of(document), layers)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from meshnet_core.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
 from meshnet_node.cache_folder import default_cache_dir
+from meshnet_node.config_json import settings_of
 from meshnet_node.fingerprint import folder_fingerprint
 from meshnet_node.gguf_conversion import GgufConversion, Progress, check_dtype
 from meshnet_node.tensor_index import INDEX_NAME, read_weight_map, weight_files
@@ -224,8 +225,7 @@ def _model_files(name: str, fingerprint: str, config: dict[str, Any], source: Mo
         raise InvalidInputError(f"the config.json of {name} names no model_type")
     try:
         # the config's class knows the defaults that config.json leaves out; never any code that the folder brings
-        settings = {key: value for key, value in config.items() if key not in {"model_type", "auto_map"}}
-        text = AutoConfig.for_model(kind, **settings).get_text_config(decoder=True)
+        text = AutoConfig.for_model(kind, **settings_of(config)).get_text_config(decoder=True)
         num_layers, hidden_size = int(text.num_hidden_layers), int(text.hidden_size)
     except Exception as error:  # a config class raises what it likes over a setting, and may be of no language model
         raise UnsupportedModelError(f"transformers cannot use the config of {name}, type {kind}: {error}") from error

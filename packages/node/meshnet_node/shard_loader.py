@@ -109,7 +109,7 @@ def plan_shard(folder: Path, layers: LayerRange, *, dtype: str = "auto", device:
     family = family_of(config)
     checkpoint = CheckpointReader(folder)
     on = choose_device(device)
-    model = _empty_model(config, choose_dtype(dtype, on, checkpoint.float_dtype()))
+    model = empty_model(config, choose_dtype(dtype, on, checkpoint.float_dtype()))
     prune(model, layers, family)
     return ShardPlan(folder, layers, family, on, model)
 
@@ -156,7 +156,7 @@ class ShardPlan:
         return TorchModelShard(model, layers, self._family)
 
 
-def _empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The whole causal model on the meta device."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # By family and not by device, so that all nodes of a route round alike.

@@ -59,6 +59,7 @@ class _Place:
     loading: asyncio.Task[None] | None = None
     progress: tuple[int, int] = (0, 1)
     failed: tuple[float, HopFailedError | CacheFullError] | None = None  # until when it is not tried again
+    retired: bool = False  # no longer offered; goes when its last lease ends
 
     @property
     def is_idle(self) -> bool:
@@ -100,7 +101,8 @@ class ShardPool:
             raise InvalidInputError(f"{self.max_loaded} loaded shards are too few; the node needs at least 1")
 
     def __iter__(self) -> Iterator[OfferedShard]:
-        return iter([place.offer for place in self._places])
+        """What is offered, loaded or not."""
+        return iter([place.offer for place in self._places if not place.retired])
 
     @property
     def loaded(self) -> int:
@@ -195,6 +197,49 @@ class ShardPool:
             place.waiting -= 1
         return self._lease(place, place.offer.shard)
 
+    # -- other shards than at the start --------------------------------------------------------------------------------
+
+    async def add(self, offer: OfferedShard) -> None:
+        """Load one more shard and offer it, beside those that are there. One that was retired is offered again.
+
+        Raises:
+            CacheFullError, HopFailedError: it could not be loaded; nothing has changed.
+        """
+        for place in self._places:
+            if (place.offer.known.fingerprint, place.offer.layers) == (offer.known.fingerprint, offer.layers):
+                place.retired = False
+                return
+        place = _Place(offer, retired=True)  # until it is loaded
+        self._places.append(place)
+        self.max_loaded += 1
+        loading = place.loading = asyncio.create_task(self._swap([], place), name=f"load {offer}")
+        await asyncio.shield(loading)
+        if offer.shard is not None:
+            place.retired = False
+            return
+        self._places.remove(place)
+        self.max_loaded -= 1
+        raise place.failed[1] if place.failed is not None else HopFailedError(f"{offer} was not loaded")
+
+    def retire(self, offer: OfferedShard) -> None:
+        """Offer it no longer. Sessions that have it, or whose route was made before, may use it until it is dropped."""
+        for place in self._places:
+            place.retired = place.retired or place.offer is offer
+
+    async def drop_retired(self, make_idle: Callable[[LoadedShard], bool] = lambda shard: False) -> int:
+        """Drop the retired shards that nobody leases; ``make_idle`` as for `acquire`. Returns how many are left."""
+        for place in [place for place in self._places if place.retired and place.loading is None]:
+            shard = place.offer.shard
+            if shard is not None and place.leases:
+                make_idle(shard)
+            if place.leases or place.waiting:
+                continue
+            self._places.remove(place)
+            self.max_loaded -= 1
+            if shard is not None:
+                await asyncio.to_thread(self._take_out(place).backend.close)
+        return sum(place.retired for place in self._places)
+
     async def close(self) -> None:
         """Stop what is being loaded."""
         self._closed = True
@@ -235,7 +280,7 @@ class ShardPool:
                 f"layers {layers} asked for, {held_ranges} held; a hop runs from its start to a shard's end",
                 reason=MissReason.RANGE_MISMATCH,
             )
-        return min(fit, key=lambda place: (place.offer.shard is None, len(place.offer.layers)))
+        return min(fit, key=lambda place: (place.retired, place.offer.shard is None, len(place.offer.layers)))
 
     # -- turns --------------------------------------------------------------------------------------------------------
 

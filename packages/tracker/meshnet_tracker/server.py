@@ -97,7 +97,6 @@ def create_app(
         enrollment: lets machines into the mesh; None in one without certificates.
         desk: chooses layers for the nodes that ask for some; a new one if not given.
     """
-    desk = desk or PlacementDesk(SystemClock(), directory.snapshot)
     doorkeeper = doorkeeper or new_doorkeeper()
     metrics = TrackerMetrics(directory, doorkeeper)
     directory.subscribe(lambda event: logger.info("%s", event))
@@ -135,12 +134,6 @@ def create_app(
         metrics.routes_planned.inc()
         return web.json_response(planned.to_wire())
 
-    async def placement(request: web.Request) -> web.Response:
-        boot = _query(request, "boot").get("boot")
-        node_id = check_id(request.match_info["node_id"], "node id")
-        node = directory.require(node_id, boot, owner_of_request(request))
-        return web.json_response(desk.ask(node).to_wire())
-
     async def healthz(request: web.Request) -> web.Response:
         _query(request)
         return web.json_response({"status": "ok", "version": __version__, "nodes": len(directory.snapshot().nodes)})
@@ -159,12 +152,24 @@ def create_app(
             web.get("/v1/nodes/{node_id}/neighbours", neighbours),
             web.post("/v1/route", route),
             *_enrollment_routes(enrollment),
-            web.get("/v1/placement/{node_id}", placement),
+            _placement_route(directory, desk or PlacementDesk(SystemClock(), directory.snapshot)),
             web.get("/healthz", healthz),
             web.get("/metrics", exposition),
         ]
     )
     return app
+
+
+def _placement_route(directory: Directory, desk: PlacementDesk) -> web.RouteDef:
+    """What to hold, for nodes that leave it to the tracker."""
+
+    async def placement(request: web.Request) -> web.Response:
+        boot = _query(request, "boot").get("boot")
+        node_id = check_id(request.match_info["node_id"], "node id")
+        node = directory.require(node_id, boot, owner_of_request(request))
+        return web.json_response(desk.ask(node).to_wire())
+
+    return web.get("/v1/placement/{node_id}", placement)
 
 
 def _enrollment_routes(enrollment: Enrollment | None) -> list[web.RouteDef]:
