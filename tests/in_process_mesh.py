@@ -82,6 +82,7 @@ class TinyMesh:
                     device="cpu",
                     shards=tuple(shard.info() for shard in service.shards),
                     sessions=len(service.store),
+                    links=service.links.told(),
                     draining=service.draining,
                 )
                 for url, service in self.services.items()

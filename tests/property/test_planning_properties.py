@@ -56,7 +56,7 @@ def links(draw: st.DrawFn) -> tuple[LinkInfo, ...]:
         LinkInfo(
             to,
             draw(st.sampled_from([0.0, 0.25, HOP_MS, 1.0, 9.0])),
-            Evidence(),
+            draw(evidence),
             draw(st.sampled_from([None, 0.5, 64.0])),
         )
         for to in draw(st.lists(st.sampled_from([*IDS, "z"]), max_size=4, unique=True))
@@ -219,8 +219,19 @@ def test_but_for_the_exploring_share_no_route_is_taken_that_is_slower_for_sure(s
     demand = Demand()
 
     def leaning(to: float) -> list[Offer]:
+        def of(mean: float | None, behind: Evidence | None) -> float:
+            return 1 + to * spread_of(mean, behind)
+
         return [
-            (holder, replace(held, decode_ms=(decode_ms_of(holder, held)) * (1 + to * spread_of(held))))
+            (
+                replace(
+                    holder,
+                    links=tuple(
+                        replace(link, rtt_ms=link.rtt_ms * of(link.rtt_ms, link.rtt_evidence)) for link in holder.links
+                    ),
+                ),
+                replace(held, decode_ms=decode_ms_of(holder, held) * of(held.decode_ms, held.decode_evidence)),
+            )
             for holder, held in offers
         ]
 

@@ -56,6 +56,17 @@ def test_a_machine_that_became_another_is_told_after_a_few_samples(after: float)
     assert changed.evidence() == Evidence(0.0, STRAYS, 0.0)
 
 
+def test_whoever_adds_a_sample_is_told_that_the_mean_began_anew_and_may_rescale_another_one() -> None:
+    estimate = estimate_of(*[10.0, 10.5, 9.5] * 10)
+    assert [estimate.add(100.0) for _ in range(STRAYS)] == [False] * (STRAYS - 1) + [True]
+    other = estimate_of(1.0, 2.0)
+    other.rescale(10.0)
+    assert (other.value, other.variance, other.count) == (15.0, 25.0, 2)
+    nothing = RunningEstimate()
+    nothing.rescale(10.0)
+    assert nothing.value is None
+
+
 def test_samples_that_stray_to_both_sides_are_noise() -> None:
     estimate = estimate_of(*[10.0, 10.5, 9.5] * 10, *[100.0, 0.0] * 10)
     assert estimate.count == 50

@@ -91,24 +91,32 @@ class RunningEstimate:
     last_at: float = 0.0
     _strays: list[float] = field(default_factory=list)  # of one side, newest last
 
-    def add(self, sample: float, now: float = 0.0) -> None:
-        """Take in a sample, at ``now`` seconds of the caller's clock."""
+    def add(self, sample: float, now: float = 0.0) -> bool:
+        """Take in a sample, at ``now`` seconds of the caller's clock; returns whether the mean began anew with it."""
         self.last_at = now
         bound = self._bound()
         if self.value is None or abs(sample - self.value) <= bound:
             self._strays.clear()
             self._take_in(sample)
-            return
+            return False
         if self._strays and (self._strays[-1] > self.value) != (sample > self.value):
             self._strays.clear()
         self._strays.append(sample)
         if len(self._strays) < STRAYS:
             self._take_in(self.value + math.copysign(bound, sample - self.value))  # one alone counts for less
-            return
+            return False
         self.value, self.variance, self.count = None, 0.0, 0
         for stray in self._strays:
             self._take_in(stray)
         self._strays.clear()
+        return True
+
+    def rescale(self, factor: float) -> None:
+        """Expect ``factor`` times what was measured, since something that it goes with changed by so much."""
+        if self.value is not None:
+            self.value *= factor
+            self.variance *= factor * factor
+            self._strays.clear()
 
     def evidence(self, now: float | None = None) -> Evidence | None:
         """What stands behind `value` at ``now``, or right after its last sample; None where there is none."""

@@ -21,6 +21,7 @@ from meshnet_core.link_info import MIB
 if TYPE_CHECKING:
     from meshnet_core.coverage import Offer
     from meshnet_core.demand import Demand
+    from meshnet_core.estimate import Evidence
     from meshnet_core.link_info import LinkInfo
     from meshnet_core.membership import NodeInfo, ShardInfo
 
@@ -84,7 +85,7 @@ def price_hop(offer: Offer, demand: Demand, lean: float = 0.0) -> HopPrice:
     node, shard = offer
     decode_ms = decode_ms_of(node, shard)
     if lean:
-        decode_ms *= 1 + lean * spread_of(shard)
+        decode_ms *= 1 + lean * spread_of(shard.decode_ms, shard.decode_evidence)
     prefill_ms = decode_ms * DEFAULT_PREFILL_SHARE if shard.prefill_ms is None else shard.prefill_ms
     to_take_in = max(0, demand.prompt - demand.held.get(node.node_id, 0))
     decode = max(1, round(decode_ms * NS))
@@ -97,11 +98,14 @@ def price_hop(offer: Offer, demand: Demand, lean: float = 0.0) -> HopPrice:
     )
 
 
-def price_link(sender: ShardInfo, link: LinkInfo | None, demand: Demand) -> int:
-    """Nanoseconds, for each token of the answer, that it takes to hand its positions on from ``sender``."""
+def price_link(sender: ShardInfo, link: LinkInfo | None, demand: Demand, lean: float = 0.0) -> int:
+    """Nanoseconds, for each token of the answer, that it takes to hand its positions on from ``sender``.
+
+    ``lean`` is as for `price_hop`; what was not measured does not lean.
+    """
     rtt_ms, mib_ms = HOP_MS, DEFAULT_MIB_MS
     if link is not None:
-        rtt_ms = link.rtt_ms
+        rtt_ms = link.rtt_ms * (1 + lean * spread_of(link.rtt_ms, link.rtt_evidence))
         mib_ms = DEFAULT_MIB_MS if link.mib_ms is None else link.mib_ms
     position_ms = sender.hidden_size * dtype_bytes(sender.dtype) / MIB * mib_ms
     return round(NS * (rtt_ms * _posts(demand) + position_ms * (1 + demand.prompt / demand.answer)))
@@ -119,13 +123,13 @@ def decode_ms_of(node: NodeInfo, shard: ShardInfo) -> float:
     return DEFAULT_DECODE_MS.get(node.device, DEFAULT_DECODE_MS["cpu"]) * dtype_bytes(shard.dtype) / 2
 
 
-def spread_of(shard: ShardInfo) -> float:
-    """How far the mean may be off, as a share of it; the most for a shard that was not measured."""
-    if shard.decode_ms is None:
+def spread_of(mean: float | None, behind: Evidence | None) -> float:
+    """How far a mean may be off, as a share of it; the most where nothing was measured."""
+    if mean is None:
         return MOST_SPREAD
-    if shard.decode_evidence is None or not shard.decode_ms:
+    if behind is None or not mean:
         return LEAST_SPREAD
-    return min(MOST_SPREAD, max(LEAST_SPREAD, ERRORS * shard.decode_evidence.standard_error / shard.decode_ms))
+    return min(MOST_SPREAD, max(LEAST_SPREAD, ERRORS * behind.standard_error / mean))
 
 
 def shortage_of(node: NodeInfo) -> float:

@@ -198,7 +198,11 @@ class _Choice:
 
 def _edge(offer: Offer, demand: Demand, draw: float | None) -> Edge:
     node, shard = offer
-    price = price_hop(offer, demand, 0.0 if draw is None else lean_of(draw, node.node_id))
+
+    def lean(node_id: str) -> float:
+        return 0.0 if draw is None else lean_of(draw, node_id)
+
+    price = price_hop(offer, demand, lean(node.node_id))
     return Edge(
         start=shard.layers.start,
         stop=shard.layers.stop,
@@ -207,7 +211,7 @@ def _edge(offer: Offer, demand: Demand, draw: float | None) -> Edge:
         fixed=price.fixed,
         entry=price_entry(node.node_id, demand) if not shard.layers.start else 0,
         exit=price_link(shard, None, demand),
-        links={link.node_id: price_link(shard, link, demand) for link in node.links},
+        links={link.node_id: price_link(shard, link, demand, lean(link.node_id)) for link in node.links},
     )
 
 

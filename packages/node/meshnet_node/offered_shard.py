@@ -56,7 +56,10 @@ class LoadedShard:
     def measure(self, layers: int, positions: int, decode: bool, forward_s: float, now: float = 0.0) -> None:
         """Take in how long ``layers`` layers took over ``positions`` positions, ``now`` seconds by some clock."""
         if decode:
-            self.decode_ms.add(1000 * forward_s / layers, now)
+            before = self.decode_ms.value
+            if self.decode_ms.add(1000 * forward_s / layers, now) and before and self.decode_ms.value:
+                # The machine became another. Prefills are too few to show that soon, so they are expected to follow.
+                self.prefill_ms.rescale(self.decode_ms.value / before)
         else:
             self.prefill_ms.add(1000 * forward_s / layers / positions, now)
 
