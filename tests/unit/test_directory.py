@@ -10,16 +10,8 @@ from announcements import node, shard
 from meshnet_core.clock import ManualClock
 from meshnet_core.demand import Demand
 from meshnet_core.errors import DirectoryFullError, InvalidInputError, LayersUnavailableError, UnknownNodeError
-from meshnet_tracker.directory import (
-    NEIGHBOURS,
-    Directory,
-    DirectoryEvent,
-    DrainChanged,
-    Expired,
-    Joined,
-    Left,
-    Restarted,
-)
+from meshnet_tracker.directory import NEIGHBOURS, Directory
+from meshnet_tracker.events import DirectoryEvent, DrainChanged, Expired, Joined, Left, Restarted
 
 
 class Watched:

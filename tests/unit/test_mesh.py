@@ -18,6 +18,7 @@ from meshnet_core.errors import LayersUnavailableError, ModelNotFoundError, Trac
 from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
 from meshnet_core.route import Route
+from meshnet_core.tracker_client import TrackerHealth
 from meshnet_gateway import mesh as mesh_module
 from meshnet_gateway.mesh import SNAPSHOT_AGE_S, Mesh
 from web_on_socket import serving
@@ -57,6 +58,9 @@ class FakeTracker:
     ) -> Route:
         await self._answer("route")
         return plan_route(self.known, model, excluded, fingerprint=fingerprint, demand=demand)
+
+    async def health(self) -> list[TrackerHealth]:
+        return [TrackerHealth(self.url, self.mood == "answers")]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from meshnet_core.route import Route
 from meshnet_core.tracker_client import TrackerClient
 from meshnet_node.registration import Registration
 from meshnet_tracker.directory import Directory
+from meshnet_tracker.events import Joined, LoggedEvent
 from meshnet_tracker.server import MAX_BODY, create_app
 from web_on_socket import serving
 
@@ -76,9 +77,12 @@ async def test_a_registered_node_is_routed_to_until_it_stops(tracker: Tracker) -
 
 def test_the_documented_examples_are_what_is_read_and_written() -> None:
     page = Path(__file__).parents[2] / "docs" / "tracker-api.md"
-    announced, asked, routed, error = map(json.loads, re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL))
+    announced, told, asked, routed, error = map(
+        json.loads, re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)
+    )
     assert NodeInfo.from_wire(announced).to_wire() == announced
     assert Route.from_wire(routed).to_wire() == routed
+    assert set(told["events"][0]) == set(LoggedEvent(1, 0.0, Joined(node("a"))).to_wire())
     assert set(asked) == {"model", "excluded", "fingerprint", "protocol_min", "protocol_max"}
     assert set(error["error"]) == {"code", "message"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def gateway(
-    tracker: options.TrackerUrl = None,
+    tracker: options.TrackerUrls = None,
     host: options.Host = options.LOOPBACK,
     port: Annotated[int, options.port("the API")] = options.DEFAULT_GATEWAY_PORT,
     recovery: options.Recovery = Replay.FAST,
@@ -29,11 +29,12 @@ def gateway(
     serving.set_up_logging()
     identity = trust.identity_for(host, mesh, insecure=insecure, command="gateway")
     sock = serving.listen(host, port)
-    asyncio.run(_serve(tracker, host, sock, recovery, step_deadline, identity, insecure))
+    given = options.tracker_urls(tracker)
+    asyncio.run(_serve(given, host, sock, recovery, step_deadline, identity, insecure))
 
 
 async def _serve(
-    given: str | None,
+    given: Sequence[str],
     host: str,
     sock: socket.socket,
     recovery: Replay,
@@ -41,11 +42,11 @@ async def _serve(
     identity: trust.Identity | None,
     insecure: bool,
 ) -> None:
-    tracker, *_ = await find_trackers.trackers_for([given] if given else [], identity, insecure=insecure)
+    trackers = await find_trackers.trackers_for(given, identity, insecure=insecure)
     stopped = serving.stop_event()
     async with (
         renewal.keeping_renewed(identity),
-        api_of(tracker, recovery, step_deadline_s, identity) as app,
+        api_of(trackers, recovery, step_deadline_s, identity) as app,
         serving.serving_asgi(app, sock),
     ):
         serving.say_ready(f"{serving.url_of(host, serving.port_of(sock))}/v1")
@@ -54,22 +55,22 @@ async def _serve(
 
 @asynccontextmanager
 async def api_of(
-    tracker: str,
+    trackers: Sequence[str],
     recovery: Replay = Replay.FAST,
     step_deadline_s: float = options.DEFAULT_STEP_DEADLINE_S,
     identity: trust.Identity | None = None,
 ) -> AsyncIterator[FastAPI]:
-    """The API over the mesh of one tracker, with all that it needs behind it, while the block runs; its calls are made
-    as ``identity``, where this machine has one.
+    """The API over the mesh of these trackers, with all that it needs behind it, while the block runs; its calls are
+    made as ``identity``, where this machine has one.
 
     Raises:
-        TrackerUnreachableError: no tracker answers there.
+        TrackerUnreachableError: none of them answers.
     """
     import aiohttp
 
     from meshnet_core.clock import SystemClock
     from meshnet_core.http_transport import HttpTransport
-    from meshnet_core.tracker_client import TrackerClient
+    from meshnet_core.trackers import Trackers
     from meshnet_gateway.api import create_app
     from meshnet_gateway.generation import GenerationEngine
     from meshnet_gateway.mesh import Mesh
@@ -78,7 +79,7 @@ async def api_of(
     clock = SystemClock()
     tls = None if identity is None else identity.credentials.client_context()
     async with AsyncExitStack() as closing:
-        client = TrackerClient(tracker, tls=tls)
+        client = Trackers(trackers, tls=tls)
         closing.push_async_callback(client.close)
         await client.snapshot()
         mesh = Mesh(client, clock, tls=tls)

@@ -34,7 +34,7 @@ class Place:
         node_id: its name in the mesh, the same over restarts on one port.
         host, sock: what it listens on.
         url: where others dial it.
-        tracker: address of the tracker.
+        trackers: addresses of the trackers, the preferred one first.
         api: listens for the API's clients, where a gateway is mounted in this process.
         identity: as which machine of a mesh it speaks; None without certificates.
     """
@@ -43,7 +43,7 @@ class Place:
     host: str
     sock: socket.socket
     url: str
-    tracker: str
+    trackers: tuple[str, ...]
     api: socket.socket | None
     identity: trust.Identity | None = None
 
@@ -51,7 +51,7 @@ class Place:
 def node(
     model: options.Model,
     layers: Annotated[str, typer.Option("--layers", metavar="FIRST-LAST", help="Which layers, such as 0-20.")],
-    tracker: options.TrackerUrl = None,
+    tracker: options.TrackerUrls = None,
     also: Annotated[
         list[str] | None,
         typer.Option(
@@ -122,15 +122,15 @@ def node(
     if advertise is not None and not advertise.startswith(f"{scheme}://"):
         raise InvalidInputError(f"--advertise {advertise} must begin with {scheme}://, which this node speaks")
     # Before the model is loaded for a minute.
-    found, *_ = asyncio.run(find_trackers.trackers_for([tracker] if tracker else [], identity, insecure=insecure))
+    trackers = asyncio.run(find_trackers.trackers_for(options.tracker_urls(tracker), identity, insecure=insecure))
     sock = serving.listen_from(host, options.FIRST_NODE_PORT) if port is None else serving.listen(host, port)
     got = serving.port_of(sock)
     place = Place(
         node_id=check_id(name, "--name") if name else _default_name(got),
         host=host,
         sock=sock,
-        url=(advertise or serving.reachable_url(host, got, towards=found, scheme=scheme)).rstrip("/"),
-        tracker=found,
+        url=(advertise or serving.reachable_url(host, got, towards=trackers[0], scheme=scheme)).rstrip("/"),
+        trackers=tuple(trackers),
         api=_listen_for_api(host, api_port) if api else None,
         identity=identity,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -23,7 +24,7 @@ from meshnet_core.errors import InvalidInputError
 from meshnet_core.http_transport import HttpTransport
 from meshnet_core.ids import mint_boot_id
 from meshnet_core.membership import NodeInfo
-from meshnet_core.tracker_client import TrackerClient
+from meshnet_core.trackers import Trackers
 from meshnet_node import torch_server
 from meshnet_node.cache_store import CacheStore, StoreLimits
 from meshnet_node.forward_lane import ForwardLane
@@ -51,7 +52,7 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
     Raises:
         InvalidInputError: more bytes are asked for than the device has.
     """
-    clock, boot = SystemClock(), mint_boot_id()
+    clock, boot, started = SystemClock(), mint_boot_id(), time.time_ns() // 1_000_000
     device = torch.device(next(offer.shard.backend.device for offer in shards if offer.shard is not None))
     version = f"{__version__} (torch {torch.__version__}, transformers {transformers.__version__})"
     credentials = None if place.identity is None else place.identity.credentials
@@ -73,6 +74,7 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
             node_id=place.node_id,
             url=place.url,
             boot=boot,
+            started=started,
             version=version,
             device=device.type,
             shards=tuple(offer.info(clock.now()) for offer in shards),
@@ -102,7 +104,7 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
         doorkeeper=doorkeeper,
     )
     listens = None if credentials is None else credentials.server_context()
-    client = TrackerClient(place.tracker, tls=dials)
+    client = Trackers(place.trackers, tls=dials)
     registration = Registration(client, describe)
     stops = serving.StopSignals()
     stopped = stops.first
@@ -125,7 +127,7 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
         ):
             closing.callback(asyncio.create_task(measuring.run()).cancel)
         if place.api is not None:
-            api_app = await closing.enter_async_context(gateway.api_of(place.tracker, identity=place.identity))
+            api_app = await closing.enter_async_context(gateway.api_of(place.trackers, identity=place.identity))
             await closing.enter_async_context(serving.serving_asgi(api_app, place.api))
         while registration.state is not RegistrationState.REGISTERED and not stopped.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,12 +31,13 @@ class DtypeChoice(enum.StrEnum):
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a GGUF file, a hub id, or smollm2 (the demo's).")
 ]
-TrackerUrl = Annotated[
-    str | None,
+TrackerUrls = Annotated[
+    list[str] | None,
     typer.Option(
         "--tracker",
         metavar="URL",
-        help="The tracker's address, such as https://10.0.0.5:7400.",
+        help="A tracker's address, such as https://10.0.0.5:7400. Of several (given again, or with commas between) "
+        "the first that answers is used, and another one when it does not.",
         show_default="where this mesh's were last, else looked for on the local network",
     ),
 ]
@@ -112,6 +114,12 @@ StepDeadline = Annotated[
         help="Time for one step, all nodes together; a node that hangs for longer is routed around.",
     ),
 ]
+
+
+def tracker_urls(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The addresses that ``--tracker`` was given, in their order, each once."""
+    urls = [url.strip().rstrip("/") for item in given or () for url in item.split(",")]
+    return tuple(dict.fromkeys(url for url in urls if url))
 
 
 def port(what: str) -> Any:

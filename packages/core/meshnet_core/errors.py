@@ -7,6 +7,7 @@
     |-- ModelNotFoundError         404 model_not_found       no such model on disk or in the mesh
     |-- LayersUnavailableError     503 layers_unavailable    no nodes cover the layers named
     |-- TrackerUnreachableError    503 tracker_unreachable   no tracker answers
+    |-- RegistryUnreachableError   503 registry_unreachable  what several trackers share does not answer one of them
     |-- UnknownNodeError           404 unknown_node          a leave for a node that is not registered
     |-- DirectoryFullError         503 directory_full        a tracker that holds as many nodes as it may
     |-- ForbiddenError             403 forbidden             what this machine, of the mesh or not, may not do
@@ -107,6 +108,11 @@ class LayersUnavailableError(MeshnetError):
 
 class TrackerUnreachableError(MeshnetError):
     code = "tracker_unreachable"
+    http_status = 503
+
+
+class RegistryUnreachableError(MeshnetError):
+    code = "registry_unreachable"
     http_status = 503
 
 

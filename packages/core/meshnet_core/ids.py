@@ -20,6 +20,11 @@ def mint_boot_id() -> str:
     return f"b-{secrets.token_hex(8)}"
 
 
+def mint_tracker_id() -> str:
+    """A new tracker id: one per start of a tracker."""
+    return f"t-{secrets.token_hex(8)}"
+
+
 def check_id(value: object, what: str) -> str:
     """``value`` if it is fit to be an id on the wire.
 

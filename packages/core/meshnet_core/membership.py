@@ -116,6 +116,9 @@ class NodeInfo:
         free_bytes, budget_bytes: of session state, that it could still hold and may hold in all; None if not told.
         max_sessions: that it may hold state of; None if not told.
         placement: what the tracker needs to choose its layers; None for one that was given them.
+        started: milliseconds since 1970 at which this start began, by the node's own clock: of two starts under one id
+            the later one counts.
+        beat: number of this announcement among those of this start, from 1; 0 where it is not counted.
     """
 
     node_id: str
@@ -135,6 +138,8 @@ class NodeInfo:
     budget_bytes: int | None = None
     max_sessions: int | None = None
     placement: Placeable | None = None
+    started: int = 0
+    beat: int = 0
 
     def __post_init__(self) -> None:
         check_id(self.node_id, "node id")
@@ -160,6 +165,8 @@ class NodeInfo:
             "budget_bytes": self.budget_bytes,
             "max_sessions": self.max_sessions,
             **({"placement": self.placement.to_wire()} if self.placement is not None else {}),
+            "started": self.started,
+            "beat": self.beat,
         }
 
     @classmethod
@@ -192,6 +199,8 @@ class NodeInfo:
             budget_bytes=optional_whole(document, "budget_bytes"),
             max_sessions=optional_whole(document, "max_sessions"),
             placement=None if document.get("placement") is None else Placeable.from_wire(document["placement"]),
+            started=whole(document, "started") if "started" in document else 0,
+            beat=whole(document, "beat") if "beat" in document else 0,
         )
 
 

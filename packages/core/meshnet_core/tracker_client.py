@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import ssl
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import aiohttp
 
 from meshnet_core.demand import Demand
-from meshnet_core.errors import InvalidInputError, TrackerUnreachableError, error_from_wire
+from meshnet_core.errors import InvalidInputError, MeshnetError, TrackerUnreachableError, error_from_wire
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.link_info import MAX_LINKS, Neighbour
 from meshnet_core.membership import NodeInfo, Snapshot
@@ -24,7 +25,42 @@ from meshnet_core.route import Route
 from meshnet_core.wire_fields import items, optional_number
 
 MAX_LEASE_S = 86_400.0
+MAX_TRACKERS = 16  # others that one tracker may name
 _REMEDY = "start one with `meshnet tracker`, or give the address of yours with --tracker"
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOfTrackers:
+    """What a tracker says with its answers of the others that share its directory.
+
+    Attributes:
+        others: their addresses.
+        registry: ``none`` where it keeps its directory alone, ``reachable``, or ``unreachable``: then the others do not
+            hear what this one is told.
+    """
+
+    others: tuple[str, ...] = ()
+    registry: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerHealth:
+    """How one tracker is.
+
+    Attributes:
+        url: its address.
+        answers: whether it does.
+        registry: as in `MeshOfTrackers`; None where it does not answer.
+        nodes: with a running lease; None where it does not answer.
+    """
+
+    url: str
+    answers: bool
+    registry: str | None = None
+    nodes: int | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"url": self.url, "answers": self.answers, "registry": self.registry, "nodes": self.nodes}
 
 
 class TrackerClient:
@@ -35,6 +71,9 @@ class TrackerClient:
         timeout_s: seconds for one call, from dialling to the last byte.
         protocols: versions of the wire protocol that routes may be of: those that the caller speaks with nodes.
         tls: what to show and to accept (`Credentials.client_context`); None for plain HTTP.
+
+    Attributes:
+        told: what its last answer to a heartbeat or for a snapshot said of other trackers.
 
     Raises:
         InvalidInputError: if ``url`` is none, or of a tracker that speaks TLS where this machine has no ``tls`` or the
@@ -49,7 +88,7 @@ class TrackerClient:
         protocols: range = PROTOCOLS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")) or not url.partition("://")[2].strip("/"):
+        if not is_tracker_url(url):
             raise InvalidInputError(f"a tracker's address is a URL such as http://127.0.0.1:7400, not {url!r}")
         check_scheme(url, tls)
         self.url = url.rstrip("/")
@@ -57,6 +96,7 @@ class TrackerClient:
         self._protocols = protocols
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
+        self.told = MeshOfTrackers()
 
     async def heartbeat(self, info: NodeInfo) -> float:
         """Announce a node, for the first time or again.
@@ -75,6 +115,7 @@ class TrackerClient:
             raise self._no_tracker(error.message) from error
         if not lease_s:
             raise self._no_tracker(f"it granted a lease of {lease_s} s")
+        self.told = _mesh_of_trackers(reply)
         return lease_s
 
     async def leave(self, node_id: str, *, boot: str | None = None) -> None:
@@ -108,9 +149,22 @@ class TrackerClient:
         """
         reply = await self._call("GET", "/v1/snapshot")
         try:
-            return Snapshot.from_wire(reply)
+            snapshot = Snapshot.from_wire(reply)
         except InvalidInputError as error:
             raise self._no_tracker(error.message) from error
+        self.told = _mesh_of_trackers(reply)
+        return snapshot
+
+    async def health(self) -> list[TrackerHealth]:
+        """How the tracker is, in a list of one; one that does not answer is told as such."""
+        try:
+            reply = await self._call("GET", "/healthz")
+        except MeshnetError:
+            return [TrackerHealth(self.url, answers=False)]
+        registry, nodes = reply.get("registry"), reply.get("nodes")
+        reachable = registry.get("reachable") if isinstance(registry, dict) else None
+        known = "none" if reachable is None else "reachable" if reachable is True else "unreachable"
+        return [TrackerHealth(self.url, True, known, nodes if isinstance(nodes, int) else None)]
 
     async def neighbours(self, node_id: str) -> list[Neighbour]:
         """Some nodes that may come right after a node on a route, for it to measure its links to them.
@@ -239,6 +293,19 @@ class TrackerClient:
 
     def _no_tracker(self, seen: str) -> TrackerUnreachableError:
         return TrackerUnreachableError(f"what answers at {self.url} is no meshnet tracker: {seen}; {_REMEDY}")
+
+
+def _mesh_of_trackers(reply: dict[str, Any]) -> MeshOfTrackers:
+    """What a reply says of other trackers; a tracker that says nothing of them, or nonsense, has none."""
+    named, registry = reply.get("trackers"), reply.get("registry")
+    urls = [url for url in named if isinstance(url, str) and is_tracker_url(url)] if isinstance(named, list) else []
+    known = registry if registry in {"reachable", "unreachable"} else "none"
+    return MeshOfTrackers(tuple(url.rstrip("/") for url in urls[:MAX_TRACKERS]), known)
+
+
+def is_tracker_url(url: str) -> bool:
+    """Whether ``url`` can be a tracker's address."""
+    return url.startswith(("http://", "https://")) and bool(url.partition("://")[2].strip("/"))
 
 
 def check_scheme(url: str, tls: ssl.SSLContext | None) -> None:

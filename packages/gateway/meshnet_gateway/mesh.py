@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from meshnet_core.frames import PROTOCOLS
 from meshnet_core.membership import NodeInfo, Snapshot
 from meshnet_core.planning import plan_route
 from meshnet_core.route import Route
+from meshnet_core.tracker_client import TrackerHealth
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,8 @@ NODE_TIMEOUT_S = 2.0
 class Tracker(Protocol):
     """What is asked of a tracker."""
 
-    url: str
+    @property
+    def url(self) -> str: ...
 
     async def snapshot(self) -> Snapshot: ...
 
@@ -45,9 +48,11 @@ class Tracker(Protocol):
         demand: Demand | None = None,
     ) -> Route: ...
 
+    async def health(self) -> list[TrackerHealth]: ...
+
 
 class Mesh:
-    """One mesh, through its tracker.
+    """One mesh, through its tracker or trackers.
 
     Args:
         tracker: what is asked.
@@ -135,9 +140,15 @@ class Mesh:
     async def status(self) -> dict[str, Any]:
         """JSON-ready: the tracker, the models with their gaps, and each node as it says itself right now."""
         snapshot = await self.snapshot()
-        nodes = await asyncio.gather(*(self._node_status(node) for node in snapshot.nodes))
+        age_s = self._clock.now() - self._taken_at
+        nodes, trackers = await asyncio.gather(
+            asyncio.gather(*(self._node_status(node) for node in snapshot.nodes)), self._tracker.health()
+        )
         return {
             "tracker": {"url": self._tracker.url, "answers": self._tracker_answers},
+            "trackers": [tracker.to_wire() for tracker in trackers],
+            "snapshot_age_s": round(age_s, 3),
+            "degraded": degradations(trackers, age_s),
             "models": [
                 {
                     "name": model.name,
@@ -208,6 +219,22 @@ class Mesh:
         if answers != self._tracker_answers:
             logger.warning("the tracker at %s %s", self._tracker.url, "answers again" if answers else "does not answer")
         self._tracker_answers = answers
+
+
+def degradations(trackers: Sequence[TrackerHealth], snapshot_age_s: float) -> list[str]:
+    """What of the directory does not work, in words; nothing where all does."""
+    silent = [tracker.url for tracker in trackers if not tracker.answers]
+    alone = [tracker.url for tracker in trackers if tracker.registry == "unreachable"]
+    said = []
+    if silent and len(silent) == len(trackers):
+        said.append(
+            f"no tracker answers ({listed(silent)}): routes are planned from what was known {snapshot_age_s:.0f} s ago"
+        )
+    elif silent:
+        said.append(f"trackers that do not answer: {listed(silent)}")
+    if alone:
+        said.append(f"trackers that do not reach their registry, and go on by themselves: {listed(alone)}")
+    return said
 
 
 _TOLD = ("boot", "queued", "sessions", "state_bytes", "budget_bytes", "dropped", "running", "recent")

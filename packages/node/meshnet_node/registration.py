@@ -11,6 +11,7 @@ import contextlib
 import enum
 import logging
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from meshnet_core.errors import MeshnetError, TrackerUnreachableError
@@ -49,10 +50,10 @@ class RegistrationState(enum.StrEnum):
 
 
 class Registration:
-    """Announces one node at one tracker until it is stopped.
+    """Announces one node until it is stopped.
 
     Args:
-        client: reaches the tracker.
+        client: reaches the tracker, or of several the one that answers.
         describe: the node as it is now; called for each heartbeat.
         sleep: waits so many seconds.
         draw: a number in [0, 1), for the jitter: many nodes that lose one tracker must not come back in step.
@@ -73,6 +74,7 @@ class Registration:
         self._task: asyncio.Task[None] | None = None
         self._announced: NodeInfo | None = None
         self._failures = 0
+        self._beats = 0
         self._said: tuple[RegistrationState, str] | None = None
         self.state = RegistrationState.NEW
 
@@ -109,7 +111,8 @@ class Registration:
             between half of and the whole of ``FIRST_RETRY_S * 2**(n - 1)``, which `LONGEST_RETRY_S` bounds.
         """
         try:
-            self._announced = info = self._describe()
+            self._beats += 1
+            self._announced = info = replace(self._describe(), beat=self._beats)
             lease_s = await self._client.heartbeat(info)
         except TrackerUnreachableError as error:
             self._say(RegistrationState.UNREACHABLE, error.code, logging.WARNING, f"not registered: {error.message}")
@@ -123,7 +126,7 @@ class Registration:
         else:
             beat_s = max(SHORTEST_BEAT_S, lease_s / 3)
             text = f"registered as {info.node_id} with the tracker at {self._client.url}, heartbeat every {beat_s:g} s"
-            self._say(RegistrationState.REGISTERED, "", logging.INFO, text)
+            self._say(RegistrationState.REGISTERED, self._client.url, logging.INFO, text)
             self._failures = 0
             return beat_s * (1 - 0.1 * self._draw())
         longest = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._failures, 16))

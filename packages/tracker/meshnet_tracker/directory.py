@@ -1,17 +1,21 @@
 """Who serves what at this moment: nodes under leases that they renew by announcing themselves again.
 
 Soft state: every announcement is the whole of a node, so a directory that lost everything is whole again after one
-heartbeat of each. Knows no HTTP, and no time but its clock's.
+heartbeat of each. Knows no HTTP, no registry, and no time but its clock's.
 
-Two starts under one node id: the newer one replaces the older at once (a node that crashed must not wait for its own
-lease), and the older is refused from then on. So two processes that were given one id by mistake do not take turns; the
-one that came first is told.
+Announcements come from the nodes themselves, or from another tracker of the mesh that heard them (`sightings`). Both
+enter by the same rule, so that it does not matter where, how often or in which order they come.
+
+Two starts under one node id: the later one replaces the earlier at once (a node that crashed must not wait for its own
+lease), and the earlier is refused from then on. So two processes that were given one id by mistake do not take turns;
+the one that began first is told.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field, replace
+import heapq
+from collections import Counter
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -23,6 +27,8 @@ from meshnet_core.frames import PROTOCOLS
 from meshnet_core.link_info import Neighbour
 from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
+from meshnet_tracker.events import DirectoryEvent, DrainChanged, Expired, Joined, Left, Restarted
+from meshnet_tracker.sightings import Goodbye, Heard, Told, start_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,64 +40,8 @@ if TYPE_CHECKING:
 LEASE_S = 15.0
 MAX_NODES = 10_000
 NEIGHBOURS = 4  # told to a node that asks whose links to measure
-_REPLACED_KEPT = 8  # earlier starts that are remembered for each node
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A node that the directory did not know."""
-
-    node: NodeInfo
-
-    def __str__(self) -> str:
-        held = ", ".join(f"{shard.model} {shard.layers} {shard.dtype}" for shard in self.node.shards) or "nothing yet"
-        return f"node {self.node.node_id} joined from {self.node.url}, serving {held}"
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """A node that came back under another boot id while its lease was still running."""
-
-    node: NodeInfo
-    before: NodeInfo
-
-    def __str__(self) -> str:
-        moved = "" if self.node.url == self.before.url else f", now at {self.node.url} instead of {self.before.url}"
-        return f"node {self.node.node_id} restarted ({self.before.boot} -> {self.node.boot}){moved}"
-
-
-@dataclass(frozen=True, slots=True)
-class DrainChanged:
-    """A node that began to turn new sessions away, or takes them again."""
-
-    node: NodeInfo
-
-    def __str__(self) -> str:
-        return f"node {self.node.node_id} {'is draining' if self.node.draining else 'takes sessions again'}"
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A node that said goodbye."""
-
-    node: NodeInfo
-
-    def __str__(self) -> str:
-        return f"node {self.node.node_id} left"
-
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """A node that has not been heard of for a whole lease."""
-
-    node: NodeInfo
-    silent_s: float
-
-    def __str__(self) -> str:
-        return f"node {self.node.node_id} was not heard of for {self.silent_s:.1f} s: its lease has expired"
-
-
-DirectoryEvent = Joined | Restarted | DrainChanged | Left | Expired
+GOODBYE_LEASES = 4  # for so long a goodbye is remembered: an announcement that was under way when it came is older
+MAX_HOLD_S = 600.0  # see `Directory.hold`
 
 
 @dataclass(slots=True)
@@ -99,8 +49,9 @@ class _Lease:
     node: NodeInfo
     heard_at: float
     owner: str | None = None  # of the certificate that leased it, where there are certificates
+    relayed: bool = False  # heard of last through another tracker
+    due: float = 0.0  # of its entry in the heap, never later than its end
     routed: int = 0  # routes through the node since then, which its own count of sessions cannot show yet
-    replaced: deque[str] = field(default_factory=lambda: deque(maxlen=_REPLACED_KEPT))  # boot ids
 
 
 class Directory:
@@ -126,18 +77,31 @@ class Directory:
         if not 0 < lease_s < float("inf") or max_nodes < 1:
             raise InvalidInputError(f"a lease must be above 0 s and nodes at least 1, not {lease_s!r} and {max_nodes}")
         self.lease_s = lease_s
+        self.goodbye_s = lease_s * GOODBYE_LEASES
         self._clock = clock
         self._max_nodes = max_nodes
         self._draws = draws or RouteDraws()
         self._listeners = [on_event] if on_event is not None else []
-        self._leases: OrderedDict[str, _Lease] = OrderedDict()  # the one heard of longest ago comes first
+        self._relays: list[Callable[[Told], None]] = []
+        self._leases: dict[str, _Lease] = {}
+        self._due: list[tuple[float, str]] = []  # a heap; entries that their leases do not know are stale
+        self._goodbyes: dict[tuple[str, str, str | None], tuple[Goodbye, float]] = {}  # until when they are remembered
+        self._held_until: float | None = None
 
     def subscribe(self, listener: Callable[[DirectoryEvent], None]) -> None:
         """Have ``listener`` told of every change from now on, beside ``on_event``."""
         self._listeners.append(listener)
 
+    def relay_to(self, relay: Callable[[Told], None]) -> None:
+        """Have ``relay`` told what nodes tell this tracker itself, from within the call that tells it."""
+        self._relays.append(relay)
+
+    # -- what nodes tell ------------------------------------------------------------------------------------------
+
     def announce(self, node: NodeInfo, owner: str | None = None) -> float:
         """Enter a node or renew its lease; what it tells replaces all that it told before.
+
+        An announcement that is not newer than the last one (late, or there twice) changes nothing.
 
         Args:
             node: as it is now.
@@ -147,39 +111,34 @@ class Directory:
             The lease, in seconds.
 
         Raises:
-            InvalidInputError: this start of the node was replaced by another one under the same id.
+            InvalidInputError: this start of the node was replaced by a later one under the same id, or is over.
             DirectoryFullError: a new node, and there is no place for it.
             ForbiddenError: the id is leased by another machine.
         """
         self.expire()
-        now = self._clock.now()
-        lease = self._leases.get(node.node_id)
-        if lease is None:
-            if len(self._leases) >= self._max_nodes:
-                raise DirectoryFullError(
-                    f"this tracker holds {self._max_nodes} nodes, as many as it may; stop one, or start another tracker"
-                )
-            self._leases[node.node_id] = _Lease(node, now, owner)
-            self._tell(Joined(node))
-            return self.lease_s
-        _check_owner(lease, owner)
-        before = lease.node
-        if node.boot in lease.replaced:
+        if self._is_over(node, owner):
             raise InvalidInputError(
-                f"another process has registered as node {node.node_id}, at {before.url}; "
+                f"this start of node {node.node_id} ({node.boot}) has said goodbye; a node that comes back starts anew"
+            )
+        lease = self._leases.get(node.node_id)
+        if lease is not None:
+            _check_owner(lease, owner)
+        if lease is not None and start_of(node) < start_of(lease.node):
+            raise InvalidInputError(
+                f"another process has registered as node {node.node_id}, at {lease.node.url}; "
                 "stop one of the two, or give it an id of its own"
             )
-        lease.node, lease.heard_at, lease.routed = node, now, 0
-        self._leases.move_to_end(node.node_id)
-        if node.boot != before.boot:
-            lease.replaced.append(before.boot)
-            self._tell(Restarted(node, before))
-        if node.draining != before.draining:
-            self._tell(DrainChanged(node))
+        if lease is not None and node.boot == lease.node.boot and 0 < node.beat <= lease.node.beat:
+            lease.relayed = lease.relayed and node.beat < lease.node.beat
+            return self.lease_s
+        self._enter(node, owner, self._clock.now(), relayed=False)
+        for relay in self._relays:
+            relay(Heard(node, self.lease_s, owner))
         return self.lease_s
 
     def leave(self, node_id: str, boot: str | None = None, owner: str | None = None) -> None:
-        """Take a node out; with ``boot`` only that start of it, so that a late goodbye cannot remove its successor.
+        """Take a node out; with ``boot`` that start of it for good, so that a late goodbye cannot remove its successor.
+        Without, it may come back by its next announcement.
 
         Raises:
             UnknownNodeError: no such node, or another start of it, holds the place.
@@ -187,12 +146,73 @@ class Directory:
         """
         self.expire()
         lease = self._leases.get(node_id)
+        if lease is not None:
+            _check_owner(lease, owner)
+        if boot is not None:
+            self._say_goodbye(Goodbye(node_id, boot, owner=owner))
         if lease is None or boot not in (None, lease.node.boot):
             start = f" with boot id {boot}" if lease is not None else ""
             raise UnknownNodeError(f"no node {node_id}{start} is registered here, so none can leave")
-        _check_owner(lease, owner)
-        del self._leases[node_id]
-        self._tell(Left(lease.node))
+        if boot is None:
+            self._take_out(lease)
+            self._say_goodbye(Goodbye(node_id, lease.node.boot, lease.node.beat, owner))
+
+    def goodbyes(self) -> list[tuple[Goodbye, float]]:
+        """What is remembered of starts that are over, and for how many more seconds."""
+        now = self._clock.now()
+        return [(goodbye, until - now) for goodbye, until in self._goodbyes.values() if until > now]
+
+    # -- what other trackers tell ---------------------------------------------------------------------------------
+
+    def hear(self, heard: Heard) -> None:
+        """Enter what another tracker heard of a node, unless something newer is known here.
+
+        Raises:
+            DirectoryFullError: a new node, and there is no place for it.
+        """
+        self.expire()
+        node, owner = heard.node, heard.owner
+        heard_at = self._clock.now() + heard.left_s - self.lease_s
+        if heard.left_s <= 0 or self._is_over(node, owner):
+            return
+        lease = self._leases.get(node.node_id)
+        if lease is not None and lease.owner != owner:
+            return  # whoever was first here keeps the place until its lease is over
+        if lease is not None and node.boot == lease.node.boot:
+            if node.beat < lease.node.beat or (node.beat == lease.node.beat and heard_at <= lease.heard_at):
+                return
+            if node.beat == lease.node.beat != 0:
+                lease.heard_at = heard_at
+                return
+        elif lease is not None and start_of(node) < start_of(lease.node):
+            return
+        self._enter(node, owner, heard_at, relayed=True)
+
+    def hear_goodbye(self, goodbye: Goodbye, left_s: float) -> None:
+        """Enter a goodbye that another tracker remembers for ``left_s`` more seconds."""
+        self.expire()
+        self._remember(goodbye, self._clock.now() + left_s)
+
+    def hold(self) -> None:
+        """From now on nothing is heard from other trackers: nodes that only they heard of keep their place meanwhile,
+        at most `MAX_HOLD_S`, since their silence says nothing."""
+        self.expire()
+        if self._held_until is None:
+            self._held_until = self._clock.now() + MAX_HOLD_S
+
+    def release(self) -> None:
+        """Other trackers are heard again: the nodes held have one more lease to be heard of."""
+        self.expire()
+        if self._held_until is None:
+            return
+        self._held_until, now = None, self._clock.now()
+        for lease in self._leases.values():
+            if lease.relayed:
+                lease.heard_at = max(lease.heard_at, now)
+            if self._ends_at(lease) < lease.due:
+                self._schedule(lease)
+
+    # -- what is known --------------------------------------------------------------------------------------------
 
     def require(self, node_id: str, boot: str | None = None, owner: str | None = None) -> NodeInfo:
         """A node as it announced itself; with ``boot`` only that start of it.
@@ -211,12 +231,30 @@ class Directory:
     def expire(self) -> None:
         """Drop the nodes whose lease is over; every other method does so first."""
         now = self._clock.now()
-        while self._leases:
-            lease = next(iter(self._leases.values()))
-            if now - lease.heard_at < self.lease_s:
-                return
-            self._leases.popitem(last=False)
+        while self._goodbyes and next(iter(self._goodbyes.values()))[1] <= now:
+            del self._goodbyes[next(iter(self._goodbyes))]
+        while self._due and self._due[0][0] <= now:
+            due, node_id = heapq.heappop(self._due)
+            lease = self._leases.get(node_id)
+            if lease is None or lease.due != due:
+                continue  # of a lease that is gone, or that has an earlier entry
+            if self._ends_at(lease) > now:
+                self._schedule(lease)
+                continue
+            del self._leases[node_id]
             self._tell(Expired(lease.node, now - lease.heard_at))
+
+    def heard(self) -> list[Heard]:
+        """Every node, with what is left of its lease, by what this tracker knows of it."""
+        self.expire()
+        now = self._clock.now()
+        return [Heard(lease.node, lease.heard_at + self.lease_s - now, lease.owner) for lease in self._leases.values()]
+
+    def counts(self) -> tuple[int, int]:
+        """How many nodes were heard of last by themselves, and how many through other trackers."""
+        self.expire()
+        relayed = sum(lease.relayed for lease in self._leases.values())
+        return len(self._leases) - relayed, relayed
 
     def snapshot(self) -> Snapshot:
         """The live nodes as they announced themselves, in the order of their ids."""
@@ -275,6 +313,65 @@ class Directory:
             self._leases[node_id].routed += hops
         return route
 
+    # -- bookkeeping ----------------------------------------------------------------------------------------------
+
+    def _enter(self, node: NodeInfo, owner: str | None, heard_at: float, *, relayed: bool) -> None:
+        """What is told is the newest of its node: make it what is known."""
+        lease = self._leases.get(node.node_id)
+        if lease is None:
+            if len(self._leases) >= self._max_nodes:
+                raise DirectoryFullError(
+                    f"this tracker holds {self._max_nodes} nodes, as many as it may; stop one, or start another tracker"
+                )
+            self._leases[node.node_id] = lease = _Lease(node, heard_at, owner, relayed)
+            self._schedule(lease)
+            self._tell(Joined(node))
+            return
+        before = lease.node
+        if node.boot == before.boot:
+            heard_at = max(heard_at, lease.heard_at)  # a later announcement, whatever two clocks made of its age
+        lease.node, lease.heard_at, lease.relayed, lease.routed = node, heard_at, relayed, 0
+        if self._ends_at(lease) < lease.due:
+            self._schedule(lease)
+        if node.boot != before.boot:
+            self._tell(Restarted(node, before))
+        if node.draining != before.draining:
+            self._tell(DrainChanged(node))
+
+    def _ends_at(self, lease: _Lease) -> float:
+        """When a lease is over, if nothing more is heard."""
+        ends_at = lease.heard_at + self.lease_s
+        return max(ends_at, self._held_until) if lease.relayed and self._held_until is not None else ends_at
+
+    def _schedule(self, lease: _Lease) -> None:
+        lease.due = self._ends_at(lease)
+        heapq.heappush(self._due, (lease.due, lease.node.node_id))
+
+    def _say_goodbye(self, goodbye: Goodbye) -> None:
+        self._remember(goodbye, self._clock.now() + self.goodbye_s)
+        for relay in self._relays:
+            relay(goodbye)
+
+    def _remember(self, goodbye: Goodbye, until: float) -> None:
+        key = (goodbye.node_id, goodbye.boot, goodbye.owner)
+        known = self._goodbyes.pop(key, None)
+        if known is not None and _reach(known[0]) > _reach(goodbye):
+            goodbye = known[0]
+        self._goodbyes[key] = (goodbye, until)
+        if len(self._goodbyes) > self._max_nodes:
+            del self._goodbyes[next(iter(self._goodbyes))]
+        lease = self._leases.get(goodbye.node_id)
+        if lease is not None and goodbye.covers(lease.node, lease.owner):
+            self._take_out(lease)
+
+    def _take_out(self, lease: _Lease) -> None:
+        del self._leases[lease.node.node_id]
+        self._tell(Left(lease.node))
+
+    def _is_over(self, node: NodeInfo, owner: str | None) -> bool:
+        goodbye, until = self._goodbyes.get((node.node_id, node.boot, owner), (None, 0.0))
+        return goodbye is not None and until > self._clock.now() and goodbye.covers(node, owner)
+
     def _tell(self, event: DirectoryEvent) -> None:
         for listener in self._listeners:
             listener(event)
@@ -286,3 +383,8 @@ def _check_owner(lease: _Lease, owner: str | None) -> None:
             f"node {lease.node.node_id} was registered by another machine, at {lease.node.url}; "
             "give this one another --name, or stop that one and wait for the end of its lease"
         )
+
+
+def _reach(goodbye: Goodbye) -> float:
+    """Through which announcement a goodbye reaches."""
+    return float("inf") if goodbye.through_beat is None else goodbye.through_beat

@@ -1,4 +1,4 @@
-"""The tracker's HTTP API over a `Directory`, as an aiohttp application; docs/tracker-api.md describes it.
+"""The tracker's HTTP API over a `Directory`, shared or not: an aiohttp application that docs/tracker-api.md describes.
 
 Checks and answers requests. Knows no lease and chooses no route.
 """
@@ -11,11 +11,12 @@ import json
 import logging
 import math
 import random
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import generate_latest
 
 from meshnet_core import __version__
 from meshnet_core.clock import SystemClock
@@ -31,21 +32,24 @@ from meshnet_core.errors import (
     UnauthorizedError,
 )
 from meshnet_core.frames import PROTOCOLS
-from meshnet_core.ids import check_id
+from meshnet_core.ids import check_id, mint_tracker_id
 from meshnet_core.membership import NodeInfo
 from meshnet_core.secure_site import owner_of_request
-from meshnet_core.turned_away import TurnedAway
-from meshnet_core.wire_fields import items, text, whole
-from meshnet_tracker.directory import Directory, DirectoryEvent, Expired
+from meshnet_core.wire_fields import MAX_WHOLE, items, text, whole
+from meshnet_tracker.directory import Directory
+from meshnet_tracker.events import EventLog
 from meshnet_tracker.placement_desk import PlacementDesk
+from meshnet_tracker.tracker_metrics import TrackerMetrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from meshnet_tracker.enrollment import Enrollment
+    from meshnet_tracker.sharing import Sharing
 
 MAX_BODY = 512 * 1024  # bytes: an announcement of as many shards as a node may have
 MAX_PROTOCOLS = 16  # versions in one request for a route: each is planned for
+MAX_WAIT_S = 60  # for an event
 MAX_EXCLUDED = 1000  # nodes in one request for a route
 # Requests of one peer. A node makes one each few seconds, a gateway two for each answer; all of one machine, or behind
 # one address where there are no certificates, count together.
@@ -54,28 +58,6 @@ RATE_PER_S, RATE_BURST = 500.0, 2000.0
 ENROLL_PATH = "/v1/enroll"  # the one path that needs no certificate: it is how to get one
 
 logger = logging.getLogger(__name__)
-
-
-class TrackerMetrics:
-    """What the tracker counts, in a registry of its own so that several trackers can live in one process."""
-
-    def __init__(self, directory: Directory, doorkeeper: Doorkeeper) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(TurnedAway("meshnet_tracker", doorkeeper))
-        nodes = Gauge("meshnet_tracker_nodes", "Nodes with a running lease.", registry=self.registry)
-        nodes.set_function(lambda: len(directory.snapshot().nodes))
-        self.leases_expired = Counter(
-            "meshnet_tracker_leases_expired", "Nodes dropped because they fell silent.", registry=self.registry
-        )
-        self.routes_planned = Counter("meshnet_tracker_routes_planned", "Routes given out.", registry=self.registry)
-        self.refusals = Counter(
-            "meshnet_tracker_refusals", "Requests refused, by error code.", ["code"], registry=self.registry
-        )
-        directory.subscribe(self._count)
-
-    def _count(self, event: DirectoryEvent) -> None:
-        if isinstance(event, Expired):
-            self.leases_expired.inc()
 
 
 def new_doorkeeper() -> Doorkeeper:
@@ -88,20 +70,26 @@ def create_app(
     doorkeeper: Doorkeeper | None = None,
     enrollment: Enrollment | None = None,
     desk: PlacementDesk | None = None,
+    *,
+    sharing: Sharing | None = None,
 ) -> web.Application:
-    """The application; it logs the directory's events, and sweeps out dead nodes while it runs.
+    """The application; it logs the directory's events, sweeps out dead nodes and shares the directory while it runs.
 
     Args:
         directory: of the nodes.
         doorkeeper: limits each peer, and counts who is turned away; a new one if not given.
         enrollment: lets machines into the mesh; None in one without certificates.
         desk: chooses layers for the nodes that ask for some; a new one if not given.
+        sharing: with other trackers; None where this one keeps its directory alone.
     """
     doorkeeper = doorkeeper or new_doorkeeper()
-    metrics = TrackerMetrics(directory, doorkeeper)
+    metrics = TrackerMetrics(directory, doorkeeper, sharing)
+    log = EventLog(time.time)
     directory.subscribe(lambda event: logger.info("%s", event))
+    directory.subscribe(log.add)
     app = web.Application(middlewares=[_refusals_as_json(metrics), _known(doorkeeper)], client_max_size=MAX_BODY)
     app.cleanup_ctx.append(_sweeper(directory))
+    app.cleanup_ctx.append(_sharer(sharing))
 
     async def announce(request: web.Request) -> web.Response:
         _query(request)
@@ -111,7 +99,8 @@ def create_app(
             raise InvalidInputError(f"the path names node {node_id}, but its announcement node {node.node_id}")
         if request.secure and not node.url.startswith("https://"):
             raise InvalidInputError(f"node {node_id} is at {node.url}; nodes of this mesh are at https:// addresses")
-        return web.json_response({"lease_s": directory.announce(node, owner_of_request(request))})
+        lease_s = directory.announce(node, owner_of_request(request))
+        return web.json_response({"lease_s": lease_s, **_trackers(sharing)})
 
     async def leave(request: web.Request) -> web.Response:
         boot = _query(request, "boot").get("boot")
@@ -120,7 +109,7 @@ def create_app(
 
     async def snapshot(request: web.Request) -> web.Response:
         _query(request)
-        return web.json_response(directory.snapshot().to_wire())
+        return web.json_response({**directory.snapshot().to_wire(), **_trackers(sharing)})
 
     async def neighbours(request: web.Request) -> web.Response:
         _query(request)
@@ -136,7 +125,16 @@ def create_app(
 
     async def healthz(request: web.Request) -> web.Response:
         _query(request)
-        return web.json_response({"status": "ok", "version": __version__, "nodes": len(directory.snapshot().nodes)})
+        alone = sharing is not None and not sharing.reachable
+        return web.json_response(
+            {
+                "status": "degraded" if alone else "ok",
+                "version": __version__,
+                "nodes": len(directory.snapshot().nodes),
+                "registry": sharing.status() if sharing is not None else None,
+                "trackers": _trackers(sharing)["trackers"],
+            }
+        )
 
     async def exposition(request: web.Request) -> web.Response:
         _query(request)
@@ -150,6 +148,7 @@ def create_app(
             web.delete("/v1/nodes/{node_id}", leave),
             web.get("/v1/snapshot", snapshot),
             web.get("/v1/nodes/{node_id}/neighbours", neighbours),
+            web.get("/v1/events", _events(log, mint_tracker_id() if sharing is None else sharing.me.tracker_id)),
             web.post("/v1/route", route),
             *_enrollment_routes(enrollment),
             _placement_route(directory, desk or PlacementDesk(SystemClock(), directory.snapshot)),
@@ -221,6 +220,22 @@ def _known(doorkeeper: Doorkeeper) -> Any:
     return middleware
 
 
+def _events(log: EventLog, log_id: str) -> Any:
+    """Answers with the events after a number, and waits for one if asked to."""
+
+    async def events(request: web.Request) -> web.Response:
+        asked = _query(request, "since", "log", "wait_s")
+        seq, wait_s = _number(asked, "since", MAX_WHOLE), _number(asked, "wait_s", MAX_WAIT_S)
+        if asked.get("log", log_id) != log_id:
+            seq = 0  # numbers of another tracker, or of one that has restarted, say nothing here
+        await log.wait(seq, wait_s)
+        found = [logged.to_wire() for logged in log.since(seq)]
+        missed = found[0]["seq"] - 1 - seq if found else 0
+        return web.json_response({"log": log_id, "last": log.last, "missed": missed, "events": found})
+
+    return events
+
+
 def _sweeper(directory: Directory) -> Any:
     """Notices dead nodes, and says so in the log, even while nobody asks."""
 
@@ -237,6 +252,34 @@ def _sweeper(directory: Directory) -> Any:
             await task
 
     return running
+
+
+def _sharer(sharing: Sharing | None) -> Any:
+    """Shares the directory, if it is to be shared, and takes leave of the other trackers at the end."""
+
+    async def running(_: web.Application) -> AsyncIterator[None]:
+        if sharing is None:
+            yield
+            return
+        task = asyncio.create_task(sharing.run())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await sharing.leave()
+
+    return running
+
+
+def _trackers(sharing: Sharing | None) -> dict[str, Any]:
+    """What nodes and gateways are told of the trackers with every answer: where else to ask, and whether what they tell
+    this one reaches the others."""
+    if sharing is None:
+        return {"trackers": [], "registry": "none"}
+    return {
+        "trackers": [info.url for info in sharing.others()],
+        "registry": "reachable" if sharing.reachable else "unreachable",
+    }
 
 
 def _refusals_as_json(metrics: TrackerMetrics) -> Any:
@@ -280,6 +323,14 @@ def _query(request: web.Request, *known: str) -> dict[str, str]:
     if len(dict(given)) < len(given):
         raise InvalidInputError("a query parameter is given twice")
     return dict(given)
+
+
+def _number(asked: dict[str, str], name: str, most: int) -> int:
+    """A whole number of the query, 0 where it is missing."""
+    value = asked.get(name, "0")
+    if not value.isascii() or not value.isdecimal() or len(value) > 16 or int(value) > most:
+        raise InvalidInputError(f"{name} must be a whole number from 0 to {most}, not {value[:80]!r}")
+    return int(value)
 
 
 async def _json(request: web.Request) -> Any:
