@@ -29,6 +29,7 @@ class ScriptedEngine:
     recoveries: Sequence[dict[str, Any]] = ()  # of every generation's report
     requests: list[GenerationRequest] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)  # sessions, in the order in which they were closed
+    cached_tokens: int = 0  # of every generation's report
     given: int = 0  # events given out
     waiting: asyncio.Event = field(default_factory=asyncio.Event)  # set when a generation waits within its script
 
@@ -74,7 +75,8 @@ class ScriptedGeneration:
 
     def report(self) -> dict[str, Any]:
         mode = "cached" if self._request.cache else "stateless"
-        return {"session": self.session, "mode": mode, "recoveries": list(self._engine.recoveries)}
+        told = {"session": self.session, "mode": mode, "recoveries": list(self._engine.recoveries)}
+        return told | {"cached_tokens": self._engine.cached_tokens}
 
     async def aclose(self) -> None:
         await self._events.aclose()

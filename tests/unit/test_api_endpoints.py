@@ -257,6 +257,29 @@ async def test_the_engine_is_asked_for_what_the_request_says(model: TextModel) -
     assert body["meshnet"]["seed"] == 11
 
 
+async def test_prefixes_are_the_keys_own_and_can_be_left_alone(model: TextModel) -> None:
+    engine = ScriptedEngine(tokens([40]), cached_tokens=7)
+    app = app_of(engine, model)
+    body = (await post(app, messages=USER, max_tokens=3)).json()
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 7}
+    exposition = (await get(app, "/metrics")).text
+    assert 'meshnet_gateway_tokens_total{kind="prompt_cached"} 7.0' in exposition
+    await post(app, messages=USER, max_tokens=3, prompt_cache_key="mine")
+    await post(app, messages=USER, max_tokens=3, meshnet={"prefix": "off"})
+    await post(app, messages=USER, max_tokens=3, meshnet={"cache": "off"})
+    async with client_of(app) as client:
+        sent = {"model": "tiny", "messages": USER, "max_tokens": 3}
+        await client.post("/v1/chat/completions", json=sent, headers={"Authorization": "Bearer key"})
+    await post(app, "/v1/completions", prompt="the fox", max_tokens=3)
+    wishes = [request.prefix for request in engine.requests]
+    assert wishes[2:4] == [None, None]
+    chats = [wish for wish in (*wishes[:2], wishes[4]) if wish is not None]
+    assert len({wish.scope for wish in chats}) == len(chats) == 3
+    assert {wish.keep_at for wish in chats} == {chats[0].keep_at}
+    assert all(0 < at < len(engine.requests[0].prompt_ids) for at in chats[0].keep_at)
+    assert wishes[5] is not None
+
+
 async def test_unknown_model_is_a_404_that_names_the_field(model: TextModel) -> None:
     response = await post(app_of(ScriptedEngine(), model), messages=USER, model="other")
     error = response.json()["error"]

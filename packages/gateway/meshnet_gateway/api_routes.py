@@ -23,6 +23,7 @@ from meshnet_gateway.event_stream import ClientGoneError, EventStream, while_con
 from meshnet_gateway.job_kinds import chat_job, completion_job
 from meshnet_gateway.jobs import FAREWELL, Job, Jobs, outcome_of
 from meshnet_gateway.ports import Mesh, TextModels
+from meshnet_gateway.prefix_scope import scope_of
 from meshnet_gateway.status import GatewayFigures
 
 CLIENT_GONE = 499  # nginx's status for it; nobody reads it, but access logs show it
@@ -69,7 +70,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
     async def prepare() -> Job:
         model = await door_of(request).texts.get(body.model)
-        return await asyncio.to_thread(chat_job, endpoint_of(request), body, model)
+        return await asyncio.to_thread(chat_job, endpoint_of(request), body, model, _scope(request, body))
 
     return await _answer(request, body, prepare)
 
@@ -80,7 +81,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 
     async def prepare() -> Job:
         model = await door_of(request).texts.get(body.model)
-        return await asyncio.to_thread(completion_job, endpoint_of(request), body, model)
+        return await asyncio.to_thread(completion_job, endpoint_of(request), body, model, _scope(request, body))
 
     return await _answer(request, body, prepare)
 
@@ -164,6 +165,11 @@ async def _answer(request: Request, body: GenerationFields, prepare: Callable[[]
         return await while_connected(request.receive, begun())
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
+
+
+def _scope(request: Request, body: GenerationFields) -> str:
+    """Whose prefixes the request may use."""
+    return scope_of(getattr(request.state, "api_key_id", None), request.headers, body.cache_key)
 
 
 def endpoint_of(request: Request) -> str:

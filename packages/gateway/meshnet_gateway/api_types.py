@@ -40,11 +40,13 @@ class StreamOptions(Body):
 class MeshnetOptions(Body):
     """What only this API knows.
 
-    ``cache: off`` takes the stateless path: every step runs the whole sequence. ``recovery`` says how state that a node
-    lost is made again, as the gateway's option of that name does for all.
+    ``cache: off`` takes the stateless path: every step runs the whole sequence. ``prefix: off`` begins with nothing
+    that earlier requests left, and leaves nothing. ``recovery`` says how state that a node lost is made again, as the
+    gateway's option of that name does for all.
     """
 
     cache: Literal["on", "off"] = "on"
+    prefix: Literal["on", "off"] = "on"
     recovery: Literal["exact", "fast"] | None = None
 
 
@@ -103,6 +105,11 @@ class GenerationFields(Body):
         return self.user
 
     @property
+    def cache_key(self) -> str | None:
+        """Requests with different ones share no prefixes."""
+        return None
+
+    @property
     def seeds(self) -> list[int]:
         """Seeds of the answers to one prompt: the request's own, and for further answers others that follow from it."""
         first = secrets.randbits(SEED_BITS) if self.seed is None else self.seed
@@ -147,6 +154,7 @@ class GenerationFields(Body):
 
 _DEPRECATED = "it is deprecated; use tools and tool_choice"
 _NO_AUDIO = "answers are text"
+_WHILE_ROOM = "what a prompt leaves is held for later ones while there is room"
 
 
 class ChatRequest(GenerationFields):
@@ -169,6 +177,7 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
 
     functions: Annotated[Any, neutral_only("functions", _DEPRECATED, [])] = None
     function_call: Annotated[Any, neutral_only("function_call", _DEPRECATED, "none")] = None
@@ -180,9 +189,8 @@ class ChatRequest(GenerationFields):
     store: Annotated[Any, neutral_only("store", "nothing is stored", False)] = None
     service_tier: Annotated[Any, neutral_only("service_tier", "there is one tier", "auto", "default")] = None
     moderation: Annotated[Any, neutral_only("moderation", "nothing is moderated")] = None
-    prompt_cache_key: Annotated[Any, neutral_only("prompt_cache_key", "no prefix is kept yet")] = None
-    prompt_cache_options: Annotated[Any, neutral_only("prompt_cache_options", "no prefix is kept yet")] = None
-    prompt_cache_retention: Annotated[Any, neutral_only("prompt_cache_retention", "no prefix is kept yet")] = None
+    prompt_cache_options: Annotated[Any, neutral_only("prompt_cache_options", _WHILE_ROOM)] = None
+    prompt_cache_retention: Annotated[Any, neutral_only("prompt_cache_retention", _WHILE_ROOM, "in_memory")] = None
     web_search_options: Annotated[Any, neutral_only("web_search_options", "nothing is searched")] = None
 
     @model_validator(mode="after")
@@ -202,6 +210,10 @@ class ChatRequest(GenerationFields):
     @property
     def client_user(self) -> str | None:
         return self.user or self.safety_identifier
+
+    @property
+    def cache_key(self) -> str | None:
+        return self.prompt_cache_key
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]

@@ -15,6 +15,7 @@ from meshnet_gateway.api_tools import NamedTool
 from meshnet_gateway.api_types import ChatRequest, CompletionRequest
 from meshnet_gateway.chat_prompt import instructed, schema_instructions
 from meshnet_gateway.jobs import Job, make_job
+from meshnet_gateway.prompt_points import Messages, Render, chat_wish, text_wish
 from meshnet_gateway.text_model import TextModel
 from meshnet_gateway.tool_format import HERMES, ToolFormat, instructions, written_out
 
@@ -22,15 +23,15 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 _THINK_TAIL = 8  # token ids at the end of a prompt in which an opened <think> is looked for
 
 
-def completion_job(endpoint: str, body: CompletionRequest, model: TextModel) -> Job:
-    """A job that goes on from each prompt.
+def completion_job(endpoint: str, body: CompletionRequest, model: TextModel, scope: str) -> Job:
+    """A job that goes on from each prompt; prefixes of ``scope`` may be used.
 
     Raises:
         RequestRefusedError: a field cannot be honoured for this model.
     """
     prompts = [model.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompts]
     shape = CompletionShape(model, body.logprobs is not None, body.include_usage, _echoed(body, model))
-    return make_job(endpoint, body, model, prompts, shape, "prompt")
+    return make_job(endpoint, body, model, prompts, shape, "prompt", wish=partial(text_wish, scope))
 
 
 def _echoed(body: CompletionRequest, model: TextModel) -> dict[int, str]:
@@ -40,22 +41,24 @@ def _echoed(body: CompletionRequest, model: TextModel) -> dict[int, str]:
     return dict(enumerate(text for text in texts for _ in range(body.n or 1)))
 
 
-def chat_job(endpoint: str, body: ChatRequest, model: TextModel) -> Job:
-    """A job that answers a conversation.
+def chat_job(endpoint: str, body: ChatRequest, model: TextModel, scope: str) -> Job:
+    """A job that answers a conversation; prefixes of ``scope`` may be used.
 
     Raises:
         RequestRefusedError: a field cannot be honoured for this model.
     """
-    prompt = _prompt(body, model)
+    messages, render = _rendering(body, model)
+    prompt = render(messages, to_answer=True)
     opened = model.traits.thinks and model.decode(prompt[-_THINK_TAIL:]).rstrip().endswith(THINK)
     shape = ChatShape(model, bool(body.logprobs), body.include_usage)
     return make_job(
-        endpoint, body, model, [prompt], shape, "messages",
+        endpoint, body, model, [prompt], shape, "messages", wish=lambda ids: chat_wish(scope, messages, ids, render),
         grammar=_grammar(body, model, thinks=opened), reader=partial(_reader, _calls_of(body, model), model, opened),
     )  # fmt: skip
 
 
-def _prompt(body: ChatRequest, model: TextModel) -> tuple[int, ...]:
+def _rendering(body: ChatRequest, model: TextModel) -> tuple[list[dict[str, Any]], Render]:
+    """The messages as the model's template takes them, and how to make token ids of them or of some of them."""
     traits = model.traits
     messages = [message.for_template() for message in body.messages]
     tools = [tool.for_template() for tool in body.tools or ()] if body.tool_choice != "none" else []
@@ -67,7 +70,12 @@ def _prompt(body: ChatRequest, model: TextModel) -> tuple[int, ...]:
     if schema is not None and body.response_format is not None and body.response_format.type == "json_schema":
         told.append(schema_instructions(schema))
     variables = _template_variables(body, model)
-    return model.render_chat(instructed(messages, told), tools if traits.tools is not None else (), variables)
+    known = tools if traits.tools is not None else ()
+
+    def render(part: Messages, *, to_answer: bool = False) -> tuple[int, ...]:
+        return model.render_chat(instructed(part, told), known, variables, to_answer=to_answer)
+
+    return messages, render
 
 
 def _template_variables(body: ChatRequest, model: TextModel) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from meshnet_gateway.api_types import GenerationFields
 from meshnet_gateway.generation import GenerationRequest, PrefillProgress
 from meshnet_gateway.interleaved import interleaved
 from meshnet_gateway.ports import Engine, GenerationLike
+from meshnet_gateway.prefix_reuse import PrefixWish
 from meshnet_gateway.recovery import Replay
 from meshnet_gateway.releases import Releases
 from meshnet_gateway.status import GatewayFigures
@@ -60,10 +61,13 @@ def make_job(
     shape: AnswerShape,
     param: str,
     *,
+    wish: Callable[[tuple[int, ...]], PrefixWish],
     grammar: Grammar | None = None,
     reader: Callable[[], TextReader] = PlainText,
 ) -> Job:
     """A job for prompts in token ids, with ``n`` answers to each; ``param`` names the field that they come from.
+
+    ``wish`` says of a prompt where others may begin.
 
     Raises:
         RequestRefusedError: a prompt is empty, holds ids that the model lacks, or leaves no room for an answer; or
@@ -75,6 +79,7 @@ def make_job(
             raise RequestRefusedError(f"{param} makes no token; say something", param=param)
         _check_ids(prompt, model, param)
         limit = token_limit(fields, model, len(prompt), param)
+        prefix = wish(prompt) if fields.meshnet.cache == fields.meshnet.prefix == "on" else None
         for seed in fields.seeds:
             sampling = fields.sampling(seed)
             _check_ids([token for token, _ in sampling.logit_bias], model, "logit_bias")
@@ -88,6 +93,7 @@ def make_job(
                     cache=fields.meshnet.cache == "on",
                     recovery=Replay(fields.meshnet.recovery) if fields.meshnet.recovery else None,
                     grammar=grammar,
+                    prefix=prefix,
                 )
             )
     return Job(endpoint, fields, model, tuple(requests), sum(map(len, prompts)), shape, reader)
@@ -222,6 +228,7 @@ class Jobs:
             self._figures.duration.observe(time.monotonic() - began)
             made = sum(run.answer.completion_tokens for run in runs)
             self._figures.tokens.labels("prompt").inc(job.prompt_tokens)
+            self._figures.tokens.labels("prompt_cached").inc(_cached(job, runs))
             self._figures.tokens.labels("completion").inc(made)
             logger.info(
                 "%s %s model=%s prompt=%d completion=%d outcome=%s user=%r",
@@ -258,7 +265,15 @@ class _Run:
 
 
 def _usage(job: Job, runs: Sequence[_Run]) -> Usage:
-    return Usage(prompt=job.prompt_tokens, completion=sum(run.answer.completion_tokens for run in runs))
+    completion = sum(run.answer.completion_tokens for run in runs)
+    return Usage(prompt=job.prompt_tokens, completion=completion, cached=_cached(job, runs))
+
+
+def _cached(job: Job, runs: Sequence[_Run]) -> int:
+    """Tokens of the prompts, each counted once, that were computed for none of their answers."""
+    cached = [int(run.report().get("cached_tokens", 0)) for run in runs]
+    each = job.fields.n or 1
+    return sum(min(cached[at : at + each]) for at in range(0, len(cached), each))
 
 
 def _report(runs: Sequence[_Run]) -> dict[str, Any]:

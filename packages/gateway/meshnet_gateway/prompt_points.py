@@ -9,15 +9,20 @@ compared token by token, so a point is never beyond what both have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 from meshnet_core.errors import RequestRefusedError
 from meshnet_gateway.prefix_reuse import BLOCK, PrefixWish
 
 Messages = Sequence[Mapping[str, Any]]
-Render = Callable[[Messages], Sequence[int]]
+
+
+class Render(Protocol):
+    """Token ids of messages, as far as they go or, ``to_answer``, up to where an answer begins."""
+
+    def __call__(self, part: Messages, *, to_answer: bool = False) -> tuple[int, ...]: ...
 
 
 def chat_wish(scope: str, messages: Messages, ids: Sequence[int], render: Render) -> PrefixWish:
@@ -27,7 +32,7 @@ def chat_wish(scope: str, messages: Messages, ids: Sequence[int], render: Render
         scope: whose it is.
         messages: the conversation, its last message a question.
         ids: its token ids, up to where the answer begins.
-        render: token ids of other messages, as far as they go, else as ``ids`` were made.
+        render: as they were made.
     """
 
     def shared(part: Messages) -> int:
