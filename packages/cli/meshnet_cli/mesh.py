@@ -48,6 +48,9 @@ def ticket(
             show_default="where this machine's trackers were last, else looked for on the local network",
         ),
     ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Name no tracker: the new machine looks for one on its local network.")
+    ] = False,
     valid: Annotated[str, typer.Option("--valid", metavar="TIME", help="For how long, such as 30m, 1h or 7d.")] = "1h",
     uses: Annotated[int, typer.Option("--uses", min=1, max=1000, metavar="N", help="For how many machines.")] = 1,
     mesh: options.MeshPath = None,
@@ -59,7 +62,10 @@ def ticket(
 
     folder = MeshFolder(mesh or default_path())
     tickets = tickets_of(folder)
-    known = tuple(tracker or (url for url in folder.trackers() if not trust.is_loopback_url(url)))[:MAX_TRACKERS]
+    if search and tracker:
+        raise InvalidInputError("--search names no tracker, --tracker does; give one of them")
+    dialled = [] if search else tracker or [url for url in folder.trackers() if not trust.is_loopback_url(url)]
+    known = tuple(dialled)[:MAX_TRACKERS]
     made = JoinTicket(folder.pin(), tickets.issue(seconds(valid), uses), known)
     typer.echo(str(made))
     complaint.say(
