@@ -20,7 +20,8 @@ LACKS = missing()
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.skipif(LACKS is not None, reason=str(LACKS))]
 
 TOKENS = 400
-HEADERS = {"Content-Type": "application/json"}
+KEY = "k-of-the-attic-0123456789"
+HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +47,10 @@ def node(host: Host, model: str, layers: str) -> None:
                "--dtype", "float32")  # fmt: skip
 
 
-def ask(address: str, path: str, body: Any = None) -> dict[str, Any]:
+def ask(address: str, path: str, body: Any = None, headers: dict[str, str] = HEADERS) -> dict[str, Any]:
     connection = http.client.HTTPConnection(address, 8000, timeout=60)
     try:
-        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), HEADERS)
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
         answer: dict[str, Any] = json.loads(connection.getresponse().read())
         assert "error" not in answer, answer
         return answer
@@ -97,7 +98,10 @@ def test_a_mesh_of_hosts_is_made_joined_found_used_and_outlives_one_of_them(
 
     # No address is typed from here on, and one does not even remember any.
     (members["c"].home / "mesh" / "mesh.json").unlink()
-    head.start("gateway", "gateway", "--host", head.address, "--step-deadline", "4")
+    keys = head.home / "keys"
+    keys.write_text(KEY)
+    keys.chmod(0o600)
+    head.start("gateway", "gateway", "--host", head.address, "--step-deadline", "4", "--api-keys-file", str(keys))
     for name, layers in {"a": "0-1", "b": "2", "c": "3"}.items():
         node(members[name], model, layers)
     for host in (head, *(members[name] for name in "abc")):
@@ -111,6 +115,10 @@ def test_a_mesh_of_hosts_is_made_joined_found_used_and_outlives_one_of_them(
     before = user.call(lambda: ask(head.address, "/v1/completions", request))
     assert before["usage"]["completion_tokens"] == TOKENS
     assert [hop["node"] for hop in before["meshnet"]["route"]] == ["a", "b", "c"]
+
+    # Who has no key of the gateway's is not answered; who has one needs no place in the mesh.
+    with pytest.raises(AssertionError, match="invalid_api_key"):
+        user.call(lambda: ask(head.address, "/v1/completions", request, {"Content-Type": "application/json"}))
 
     # A host of another mesh is not let in, whatever it tries.
     stranger = network["stranger"]

@@ -42,11 +42,20 @@ def chat(
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, max=2, help="0 always says the likeliest.")
     ] = TEMPERATURE,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            help="Key to bring, where the gateway asks for one.",
+            show_default="the first in MESHNET_API_KEY",
+        ),
+    ] = None,
 ) -> None:
     """Chat with the model that a mesh serves."""
     from meshnet_cli.chat_stream import Gateway
 
-    gateway = Gateway(url)
+    gateway = Gateway(url, api_key)
     partner = Partner(gateway, asyncio.run(_model_of(gateway, model)), temperature)
     if message is not None:
         asyncio.run(_answer(partner, [{"role": "user", "content": message}], []))

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from meshnet_cli import access
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.errors import InvalidInputError
 
@@ -53,17 +54,23 @@ Event = Prefill | Text | Ended
 
 
 class Gateway:
-    """One gateway, by the address of its API. Use it with ``async with``."""
+    """One gateway, by the address of its API. Use it with ``async with``.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        url: of the API.
+        key: API key to bring; None for that of the environment, where there is one.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
         if not url.startswith(("http://", "https://")):
             raise InvalidInputError(f"--url {url!r} is no address; write it like http://127.0.0.1:8000/v1")
         self.url = url.rstrip("/")
+        self._headers = access.headers_with(key or access.client_key())
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(timeout=timeout)
+        self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
         return self
 
     async def __aexit__(self, *_: object) -> None:

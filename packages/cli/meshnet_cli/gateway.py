@@ -6,13 +6,36 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from meshnet_cli import find_trackers, lifeline, options, renewal, serving, trust
+import typer
+
+from meshnet_cli import access, find_trackers, lifeline, options, renewal, serving, trust
 from meshnet_gateway.recovery import Replay
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from meshnet_gateway.api_keys import ApiKeys
+
+
+@dataclass(frozen=True)
+class Api:
+    """How an API is to be.
+
+    Attributes:
+        recovery: how lost state is made again.
+        step_deadline_s: time for one step, in seconds.
+        identity: as which machine of a mesh its calls to nodes and trackers are made; None without certificates.
+        keys: that it takes; None lets everybody in.
+    """
+
+    recovery: Replay = Replay.FAST
+    step_deadline_s: float = options.DEFAULT_STEP_DEADLINE_S
+    identity: trust.Identity | None = None
+    keys: ApiKeys | None = None
 
 
 def gateway(
@@ -23,45 +46,44 @@ def gateway(
     step_deadline: options.StepDeadline = options.DEFAULT_STEP_DEADLINE_S,
     mesh: options.MeshPath = None,
     insecure: options.Insecure = False,
+    api_key: options.ApiKeys = None,
+    api_keys_file: options.ApiKeysFile = None,
+    no_api_key: options.NoApiKey = False,
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option("--tls-certificate", metavar="FILE", help="Certificate chain, PEM, to serve the API over HTTPS."),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = None,
 ) -> None:
     """Serve the OpenAI-style API of a mesh at /v1."""
     lifeline.hold_on()
     serving.set_up_logging()
     identity = trust.identity_for(host, mesh, insecure=insecure, command="gateway")
+    keys = access.keys_for(host, access.KeyOptions(api_key or (), api_keys_file, no_api_key), insecure=insecure)
+    tls = serving.tls_files(tls_certificate, tls_key)
     sock = serving.listen(host, port)
-    given = options.tracker_urls(tracker)
-    asyncio.run(_serve(given, host, sock, recovery, step_deadline, identity, insecure))
+    api = Api(recovery, step_deadline, identity, keys)
+    asyncio.run(_serve(options.tracker_urls(tracker), host, sock, api, tls, insecure=insecure))
 
 
 async def _serve(
-    given: Sequence[str],
-    host: str,
-    sock: socket.socket,
-    recovery: Replay,
-    step_deadline_s: float,
-    identity: trust.Identity | None,
-    insecure: bool,
+    given: Sequence[str], host: str, sock: socket.socket, api: Api, tls: serving.TlsFiles | None, *, insecure: bool
 ) -> None:
-    trackers = await find_trackers.trackers_for(given, identity, insecure=insecure)
+    trackers = await find_trackers.trackers_for(given, api.identity, insecure=insecure)
     stopped = serving.stop_event()
     async with (
-        renewal.keeping_renewed(identity),
-        api_of(trackers, recovery, step_deadline_s, identity) as app,
-        serving.serving_asgi(app, sock),
+        renewal.keeping_renewed(api.identity),
+        api_of(trackers, api) as app,
+        serving.serving_asgi(app, sock, tls),
     ):
-        serving.say_ready(f"{serving.url_of(host, serving.port_of(sock))}/v1")
+        scheme = "http" if tls is None else "https"
+        serving.say_ready(f"{serving.url_of(host, serving.port_of(sock), scheme)}/v1")
         await stopped.wait()
 
 
 @asynccontextmanager
-async def api_of(
-    trackers: Sequence[str],
-    recovery: Replay = Replay.FAST,
-    step_deadline_s: float = options.DEFAULT_STEP_DEADLINE_S,
-    identity: trust.Identity | None = None,
-) -> AsyncIterator[FastAPI]:
-    """The API over the mesh of these trackers, with all that it needs behind it, while the block runs; its calls are
-    made as ``identity``, where this machine has one.
+async def api_of(trackers: Sequence[str], api: Api) -> AsyncIterator[FastAPI]:
+    """The API over the mesh of these trackers, with all that it needs behind it, while the block runs.
 
     Raises:
         TrackerUnreachableError: none of them answers.
@@ -77,7 +99,7 @@ async def api_of(
     from meshnet_gateway.text_store import TextStore
 
     clock = SystemClock()
-    tls = None if identity is None else identity.credentials.client_context()
+    tls = None if api.identity is None else api.identity.credentials.client_context()
     async with AsyncExitStack() as closing:
         client = Trackers(trackers, tls=tls)
         closing.push_async_callback(client.close)
@@ -88,5 +110,5 @@ async def api_of(
         closing.push_async_callback(transport.close)
         connector = aiohttp.TCPConnector(ssl=tls or True)
         session = await closing.enter_async_context(aiohttp.ClientSession(connector=connector))
-        engine = GenerationEngine(mesh, transport, clock, recovery=recovery, step_deadline_s=step_deadline_s)
-        yield create_app(engine, TextStore(mesh, session), mesh, room=engine.room)
+        engine = GenerationEngine(mesh, transport, clock, recovery=api.recovery, step_deadline_s=api.step_deadline_s)
+        yield create_app(engine, TextStore(mesh, session), mesh, room=engine.room, keys=api.keys)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from meshnet_cli import access
 from meshnet_cli.children import Child, Children
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.errors import MeshnetError
@@ -153,7 +154,7 @@ def ask(api_url: str, path: str) -> dict[str, Any]:
     host, _, rest = api_url.removeprefix("http://").partition("/")
     connection = http.client.HTTPConnection(host, timeout=ASK_TIMEOUT_S)  # never through a proxy
     try:
-        connection.request("GET", f"/{rest}{path}")
+        connection.request("GET", f"/{rest}{path}", headers=access.headers_with(access.client_key()))
         response = connection.getresponse()
         document = json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError) as error:

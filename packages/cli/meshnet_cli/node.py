@@ -7,12 +7,12 @@ import gc
 import os
 import re
 import socket
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshnet_cli import find_trackers, lifeline, options, serving, trust
+from meshnet_cli import access, find_trackers, lifeline, options, serving, trust
 from meshnet_cli.node_shards import ShardChoice, load_pool
 from meshnet_cli.progress import progress_reporter
 from meshnet_cli.session_limits import (
@@ -24,6 +24,9 @@ from meshnet_cli.session_limits import (
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
 from meshnet_core.layer_range import LayerRange
+
+if TYPE_CHECKING:
+    from meshnet_gateway.api_keys import ApiKeys
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Place:
         trackers: addresses of the trackers, the preferred one first.
         api: listens for the API's clients, where a gateway is mounted in this process.
         identity: as which machine of a mesh it speaks; None without certificates.
+        keys: that the API takes; None lets everybody in.
     """
 
     node_id: str
@@ -46,6 +50,7 @@ class Place:
     trackers: tuple[str, ...]
     api: socket.socket | None
     identity: trust.Identity | None = None
+    keys: ApiKeys | None = None
 
 
 def node(
@@ -94,6 +99,16 @@ def node(
     threads: options.Threads = None,
     cache_bytes: options.CacheBytes = None,
     max_sessions: options.MaxSessions = DEFAULT_MAX_SESSIONS,
+    max_sessions_per_peer: Annotated[
+        int | None,
+        typer.Option(
+            "--max-sessions-per-peer",
+            min=1,
+            metavar="N",
+            help="How many of them each gateway may have.",
+            show_default="all of them",
+        ),
+    ] = None,
     session_ttl: options.SessionTtl = DEFAULT_SESSION_TTL_S,
     prefix_reuse: options.PrefixReuse = True,
     drain_grace: Annotated[
@@ -107,12 +122,18 @@ def node(
     ] = DEFAULT_DRAIN_GRACE_S,
     mesh: options.MeshPath = None,
     insecure: options.Insecure = False,
+    api_key: options.ApiKeys = None,
+    api_keys_file: options.ApiKeysFile = None,
+    no_api_key: options.NoApiKey = False,
 ) -> None:
     """Hold some layers of MODEL and serve them to a mesh."""
     lifeline.hold_on()
     serving.set_up_logging()
     choices = [ShardChoice(model, LayerRange.parse(layers)), *map(ShardChoice.parse, also or ())]
-    limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace, prefix_reuse=prefix_reuse)
+    limits = replace(
+        SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace, prefix_reuse=prefix_reuse),
+        max_sessions_per_peer=max_sessions_per_peer,
+    )
     if advertise is not None and not advertise.startswith(("http://", "https://")):
         raise InvalidInputError(f"--advertise {advertise!r} is no address; write it like http://10.0.0.7:7410")
     if api_port is not None and not api:
@@ -121,6 +142,10 @@ def node(
     scheme = trust.scheme_of(identity)
     if advertise is not None and not advertise.startswith(f"{scheme}://"):
         raise InvalidInputError(f"--advertise {advertise} must begin with {scheme}://, which this node speaks")
+    given_keys = access.KeyOptions(api_key or (), api_keys_file, no_api_key)
+    if given_keys != access.KeyOptions() and not api:
+        raise InvalidInputError("--api-key, --api-keys-file and --no-api-key are about the API that --api serves")
+    keys = access.keys_for(host, given_keys, insecure=insecure) if api else None
     # Before the model is loaded for a minute.
     trackers = asyncio.run(find_trackers.trackers_for(options.tracker_urls(tracker), identity, insecure=insecure))
     sock = serving.listen_from(host, options.FIRST_NODE_PORT) if port is None else serving.listen(host, port)
@@ -133,6 +158,7 @@ def node(
         trackers=tuple(trackers),
         api=_listen_for_api(host, api_port) if api else None,
         identity=identity,
+        keys=keys,
     )
     with progress_reporter() as report:
         report("", "starting torch", 0, 1)

@@ -31,6 +31,7 @@ from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_service import HopService
 from meshnet_node.hop_session import HopSession
 from meshnet_node.link_probes import LinkProbes
+from meshnet_node.peer_sessions import PeerSessions
 from meshnet_node.registration import Registration, RegistrationState
 from meshnet_node.sampler import sample
 from meshnet_node.shard_pool import ShardPool
@@ -102,6 +103,7 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
         text_files=text_files,
         max_body=_body_limit(shards),
         doorkeeper=doorkeeper,
+        peers=_peer_sessions(limits, service),
     )
     listens = None if credentials is None else credentials.server_context()
     client = Trackers(place.trackers, tls=dials)
@@ -127,7 +129,9 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
         ):
             closing.callback(asyncio.create_task(measuring.run()).cancel)
         if place.api is not None:
-            api_app = await closing.enter_async_context(gateway.api_of(place.trackers, identity=place.identity))
+            api_app = await closing.enter_async_context(
+                gateway.api_of(place.trackers, gateway.Api(identity=place.identity, keys=place.keys))
+            )
             await closing.enter_async_context(serving.serving_asgi(api_app, place.api))
         while registration.state is not RegistrationState.REGISTERED and not stopped.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -174,6 +178,12 @@ def _body_limit(shards: ShardPool) -> int:
     """Bytes of body to accept: on the stateless path a frame is a whole sequence, in float32 at most."""
     longest = max(offer.known.max_positions * offer.known.hidden_size * 4 for offer in shards)
     return min(MAX_BODY, max(MIN_BODY, longest))
+
+
+def _peer_sessions(limits: SessionLimits, service: HopService) -> PeerSessions | None:
+    if limits.max_sessions_per_peer is None:
+        return None
+    return PeerSessions(limits.max_sessions_per_peer, lambda: {held.document.session for held in service.store})
 
 
 def _store_limits(device: torch.device, limits: SessionLimits, weights_to_come: int) -> StoreLimits:

@@ -61,6 +61,21 @@ Insecure = Annotated[
         help="No certificates and no encryption, also for other machines: only on a network where you trust all.",
     ),
 ]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        help="A key that the API takes; may be given several times. Others on this machine can see it; a file or "
+        "MESHNET_API_KEY keeps it to yourself.",
+    ),
+]
+ApiKeysFile = Annotated[
+    Path | None, typer.Option("--api-keys-file", metavar="FILE", help="Keys that the API takes, one a line.")
+]
+NoApiKey = Annotated[
+    bool, typer.Option("--no-api-key", help="Let everybody use the API who reaches it, also from other machines.")
+]
 Dtype = Annotated[
     DtypeChoice,
     typer.Option("--dtype", help="What weights are held and computed in; auto is what suits the device and the model."),

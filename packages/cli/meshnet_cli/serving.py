@@ -13,7 +13,8 @@ import ssl
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 from meshnet_cli.complaint import CommandFailedError
@@ -157,9 +158,33 @@ async def serving_aiohttp(
         await runner.cleanup()
 
 
+class TlsFiles(NamedTuple):
+    """A certificate chain and its private key, PEM."""
+
+    certificate: Path
+    key: Path
+
+
+def tls_files(certificate: Path | None, key: Path | None) -> TlsFiles | None:
+    """What to serve HTTPS with; None for HTTP.
+
+    Raises:
+        InvalidInputError: one is given without the other, or they are unusable.
+    """
+    if certificate is None or key is None:
+        if certificate is not None or key is not None:
+            raise InvalidInputError("--tls-certificate and --tls-key belong together; give both or neither")
+        return None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidInputError(f"--tls-certificate {certificate} and --tls-key cannot be used: {error}") from error
+    return TlsFiles(certificate, key)
+
+
 @asynccontextmanager
-async def serving_asgi(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
-    """Serve an ASGI app on a listening socket while the block runs."""
+async def serving_asgi(app: FastAPI, sock: socket.socket, tls: TlsFiles | None = None) -> AsyncIterator[None]:
+    """Serve an ASGI app on a listening socket while the block runs; over HTTPS with ``tls``."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -175,6 +200,8 @@ async def serving_asgi(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]
         lifespan="on",
         timeout_keep_alive=KEEPALIVE_S,
         timeout_graceful_shutdown=int(SHUTDOWN_S),
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
     )
     server = Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))

@@ -23,6 +23,7 @@ class SessionLimits:
     Attributes:
         cache_bytes: for the state of all sessions; None takes a share of the memory that is free.
         max_sessions: how many at once.
+        max_sessions_per_peer: how many of them each gateway may have; None for all.
         session_ttl_s: how long one may be unused, in seconds.
         drain_grace_s: how long running ones have to move before the node leaves, in seconds.
         prefix_reuse: whether state of finished turns is held on for the turns that go on from them.
@@ -33,6 +34,7 @@ class SessionLimits:
     session_ttl_s: float = DEFAULT_SESSION_TTL_S
     drain_grace_s: float = DEFAULT_DRAIN_GRACE_S
     prefix_reuse: bool = True
+    max_sessions_per_peer: int | None = None
 
     @classmethod
     def given(

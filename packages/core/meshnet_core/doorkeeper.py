@@ -25,6 +25,8 @@ REASONS = {
     "refused_us": "the caller does not accept this machine's certificate",
     "broken_off": "the connection ended, or stood still, within the handshake",
     "too_many": "too many connections at once that have not shown who they are",
+    "no_key": "a request without an API key",
+    "wrong_key": "a request with an API key that is not taken",
     "rate": "more requests than a peer may make",
     "not_its_own": "a node that another machine registered",
     "ticket": "a join ticket that is not valid",

@@ -14,8 +14,12 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from meshnet_core import __version__
+from meshnet_core.clock import SystemClock
+from meshnet_core.doorkeeper import Doorkeeper
 from meshnet_core.errors import MeshnetError
+from meshnet_core.turned_away import TurnedAway
 from meshnet_gateway.api_errors import error_object, from_mesh, from_validation, retry_headers
+from meshnet_gateway.api_keys import ApiKeys, KeyCheck
 from meshnet_gateway.api_routes import Door, door_of, endpoint_of, router
 from meshnet_gateway.body_limit import BodyLimit
 from meshnet_gateway.jobs import Jobs
@@ -26,6 +30,7 @@ from meshnet_gateway.warm_up import keep_warm
 
 logger = logging.getLogger(__name__)
 
+RATE_PER_S, RATE_BURST = 200.0, 1000.0  # requests with one key, or from one address where there are no keys
 MAX_BODY_BYTES = 32 * 1024 * 1024
 
 
@@ -37,6 +42,8 @@ def create_app(
     room: WaitingFigures | None = None,
     registry: CollectorRegistry | None = None,
     max_body: int = MAX_BODY_BYTES,
+    keys: ApiKeys | None = None,
+    doorkeeper: Doorkeeper | None = None,
 ) -> FastAPI:
     """The app.
 
@@ -47,9 +54,13 @@ def create_app(
         room: where the engine's generations wait for room, for the metrics.
         registry: where metrics are registered; a new one where None.
         max_body: bytes that a request's body may have.
+        keys: the API keys that are taken; None lets everybody in.
+        doorkeeper: limits each key or address, and counts who is turned away; a new one if not given.
     """
     releases = Releases()
     figures = GatewayFigures(registry or CollectorRegistry(), lambda: releases.active, room)
+    doorkeeper = doorkeeper or Doorkeeper(SystemClock(), per_s=RATE_PER_S, burst=RATE_BURST)
+    figures.registry.register(TurnedAway("meshnet_gateway", doorkeeper))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,6 +86,7 @@ def create_app(
     app.state.door = Door(Jobs(engine, figures, releases), texts, mesh, figures)
     app.include_router(router)
     app.add_middleware(BodyLimit, max_body=max_body)
+    app.add_middleware(KeyCheck, keys=keys, doorkeeper=doorkeeper)  # the outermost: before anything is read
     return app
 
 

@@ -39,6 +39,7 @@ from meshnet_core.secure_site import owner_of_request
 from meshnet_core.transport import HopEndpoint
 from meshnet_core.turned_away import TurnedAway
 from meshnet_node.node_metrics import NodeMetrics
+from meshnet_node.peer_sessions import PeerSessions
 
 KEEPALIVE_S = 75.0  # above the client's (`meshnet_core.http_transport`), so that it is the client that closes
 BODY_TIMEOUT_S = 30.0
@@ -65,6 +66,7 @@ def create_app(
     metrics: NodeMetrics | None = None,
     protocols: range = PROTOCOLS,
     doorkeeper: Doorkeeper | None = None,
+    peers: PeerSessions | None = None,
 ) -> web.Application:
     """The application that answers for one node.
 
@@ -78,11 +80,12 @@ def create_app(
         metrics: what is counted and told at ``/metrics``; new ones if not given.
         protocols: versions of the wire protocol that the node speaks, as it announces them.
         doorkeeper: limits each peer, and counts who is turned away; a new one if not given.
+        peers: limits the sessions of each peer; None for no such limit.
     """
     doorkeeper = doorkeeper or new_doorkeeper()
     metrics = metrics or NodeMetrics(status)
     metrics.registry.register(TurnedAway("meshnet_node", doorkeeper))
-    door = _Door(endpoint, status, text_files, max_body, body_timeout_s, metrics, protocols, doorkeeper)
+    door = _Door(endpoint, status, text_files, max_body, body_timeout_s, metrics, protocols, doorkeeper, peers)
 
     @web.middleware
     async def answer(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -132,6 +135,7 @@ class _Door:
         metrics: NodeMetrics,
         protocols: range,
         doorkeeper: Doorkeeper,
+        peers: PeerSessions | None,
     ) -> None:
         self._endpoint = endpoint
         self._status = status
@@ -141,6 +145,7 @@ class _Door:
         self._metrics = metrics
         self._protocols = protocols
         self._doorkeeper = doorkeeper
+        self._peers = peers
 
     async def guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """``handler``'s answer, counted; whatever it raises becomes an error document."""
@@ -176,7 +181,13 @@ class _Door:
     async def open(self, request: web.Request) -> web.Response:
         body = await self._body(request, "application/json")
         http_codec.check_protocol(request.headers.items(), self._protocols)
-        reply = await self._endpoint.open(http_codec.decode_open(body))
+        document = http_codec.decode_open(body)
+        peer = owner_of_request(request) or request.remote or "?"
+        if self._peers is not None:
+            self._peers.check(peer, document.session)
+        reply = await self._endpoint.open(document)
+        if self._peers is not None:
+            self._peers.note(peer, document.session)
         return _json_response(http_codec.encode_json(reply.to_wire()))
 
     async def forward(self, request: web.Request) -> web.Response:
