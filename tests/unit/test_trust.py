@@ -37,6 +37,7 @@ from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.http_transport import HttpTransport
 from meshnet_core.mesh_folder import MeshFolder
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
+from meshnet_core.prefix import Mark
 from meshnet_core.tracker_client import TrackerClient
 from meshnet_node import torch_server
 from meshnet_tracker.directory import Directory
@@ -60,7 +61,7 @@ class Endpoint:
         self.seen.append(frame)
         return PREFILL.reply
 
-    async def release(self, session: str, through_epoch: int | None = None) -> int:
+    async def release(self, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()) -> int:
         self.seen.append(session)
         return 1
 
