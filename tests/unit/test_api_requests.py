@@ -321,3 +321,14 @@ def test_the_answers_of_one_request_have_seeds_of_their_own_that_follow_from_the
 @pytest.mark.parametrize("prompt", [5, None, ["a", 1], [1.5], [True], [["a"]], {"text": "a"}])
 def test_a_prompt_of_another_kind_is_refused(prompt: Any) -> None:
     assert refusal_of(PLAIN | {"prompt": prompt}, CompletionRequest)["param"].startswith("prompt")
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"meshnet": None}, {"meshnet": {}}, {"meshnet": {"cache": None, "prefix": None, "recovery": None}}]
+)
+def test_null_for_meshnet_and_what_is_in_it_is_as_if_it_were_not_there(given: dict[str, Any]) -> None:
+    for request in (
+        ChatRequest.model_validate({**CHAT, **given}),
+        CompletionRequest(model="tiny", prompt="a", **given),
+    ):
+        assert (request.meshnet.cache, request.meshnet.prefix, request.meshnet.recovery) == ("on", "on", None)

@@ -121,6 +121,30 @@ async def test_a_server_that_stops_gives_every_generation_back(model: TextModel)
     assert sorted(engine.closed) == ["s-1", "s-2"]
 
 
+@pytest.mark.parametrize("sent", ["head", "some", "all but the last byte"])
+async def test_a_body_that_ends_too_early_is_answered(sent: str, model: TextModel) -> None:
+    """The client closes its side alone, and reads on."""
+    engine = ScriptedEngine([*tokens([40])])
+    async with port_with(app_of(engine, model)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        whole = request_bytes()
+        cut = {"head": whole.index(b"\r\n\r\n") + 4, "some": len(whole) - 20}.get(sent, len(whole) - 1)
+        writer.write(whole[:cut])
+        writer.write_eof()
+        async with asyncio.timeout(SOON):
+            answer = await reader.read()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["code"] == "cut_body"
+        writer.close()
+        assert engine.requests == []
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)  # and the next good one works
+        writer.write(whole)
+        async with asyncio.timeout(SOON):
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
 async def test_others_go_on_when_one_leaves(model: TextModel) -> None:
     go = asyncio.Event()
     engine = ScriptedEngine(lambda request: [*tokens([40]), go, *tokens(model.encode("the fox"))])

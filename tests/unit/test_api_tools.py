@@ -305,6 +305,13 @@ async def test_a_bias_reaches_the_nodes_and_one_out_of_the_vocabulary_is_refused
     assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
 
 
+@pytest.mark.parametrize("stray", [-1, 2**40])
+async def test_an_echo_of_ids_that_the_model_lacks_is_refused(plain: TextModel, stray: int) -> None:
+    response = await post(app_of(ScriptedEngine(), plain), "/v1/completions", prompt=[40, stray], echo=True)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+
+
 async def test_several_prompts_and_echo(plain: TextModel) -> None:
     engine = ScriptedEngine(lambda request: tokens([request.prompt_ids[-1]]))
     fox = list(plain.encode(" fox"))

@@ -187,6 +187,8 @@ async def serving_asgi(app: FastAPI, sock: socket.socket, tls: TlsFiles | None =
     """Serve an ASGI app on a listening socket while the block runs; over HTTPS with ``tls``."""
     import uvicorn
 
+    from meshnet_cli.cut_bodies import AnsweringProtocol
+
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -194,6 +196,7 @@ async def serving_asgi(app: FastAPI, sock: socket.socket, tls: TlsFiles | None =
 
     config = uvicorn.Config(
         app,
+        http=AnsweringProtocol,
         log_config=None,  # ours stays
         access_log=False,
         server_header=False,

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 UNSUPPORTED = "unsupported_parameter"  # type of the validation errors of fields that are known and not supported
@@ -48,6 +48,11 @@ class NeutralOnly:
 def neutral_only(field: str, why: str, *neutral: Any) -> NeutralOnly:
     """A field of which only null and some values that mean nothing are accepted."""
     return NeutralOnly(field, why, neutral)
+
+
+def null_is(default: Any, kind: Any) -> BeforeValidator:
+    """Takes null for ``default``, as if a field of type ``kind`` were not there."""
+    return BeforeValidator(lambda value: default if value is None else value, json_schema_input_type=kind | None)
 
 
 def _encodable(value: str) -> str:

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from meshnet_core.errors import RequestRefusedError
 from meshnet_core.sampling import MAX_BIASED_TOKENS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SEED_BITS, SamplingParams
-from meshnet_gateway.api_fields import UNSUPPORTED, Body, Text, neutral_only
+from meshnet_gateway.api_fields import UNSUPPORTED, Body, Text, neutral_only, null_is
 from meshnet_gateway.api_messages import Messages
 from meshnet_gateway.api_tools import MAX_TOOLS, NamedTool, ResponseFormat, Tool
 
@@ -24,6 +24,7 @@ MAX_LEGACY_LOGPROBS = 5
 MAX_CHOICES = 128  # answers to one request, as the OpenAI API bounds n
 LEGACY_MAX_TOKENS = 16  # what OpenAI's /v1/completions takes where max_tokens is absent
 
+_OnOff = Literal["on", "off"]
 _Stop = Annotated[Text, Field(min_length=1)]
 _TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
@@ -45,8 +46,8 @@ class MeshnetOptions(Body):
     gateway's option of that name does for all.
     """
 
-    cache: Literal["on", "off"] = "on"
-    prefix: Literal["on", "off"] = "on"
+    cache: Annotated[_OnOff, null_is("on", _OnOff)] = "on"
+    prefix: Annotated[_OnOff, null_is("on", _OnOff)] = "on"
     recovery: Literal["exact", "fast"] | None = None
 
 
@@ -85,7 +86,7 @@ class GenerationFields(Body):
         | None
     ) = None
     user: Text | None = None
-    meshnet: MeshnetOptions = MeshnetOptions()
+    meshnet: Annotated[MeshnetOptions, null_is({}, MeshnetOptions)] = MeshnetOptions()
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Self:

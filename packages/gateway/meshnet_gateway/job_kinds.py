@@ -37,7 +37,11 @@ def completion_job(endpoint: str, body: CompletionRequest, model: TextModel, sco
 def _echoed(body: CompletionRequest, model: TextModel) -> dict[int, str]:
     if not body.echo:
         return {}
-    texts = [prompt if isinstance(prompt, str) else model.decode(prompt) for prompt in body.prompts]
+    known = range(model.vocab_size)  # a prompt with other ids is refused later on
+    texts = [
+        prompt if isinstance(prompt, str) else model.decode(token for token in prompt if token in known)
+        for prompt in body.prompts
+    ]
     return dict(enumerate(text for text in texts for _ in range(body.n or 1)))
 
 
