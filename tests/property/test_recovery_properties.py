@@ -38,6 +38,7 @@ from meshnet_gateway.recovery import (
     Fail,
     History,
     Probe,
+    Probed,
     RePrefill,
     Reroute,
     Retry,
@@ -47,7 +48,9 @@ from meshnet_gateway.recovery import (
 from meshnet_gateway.waiting_room import NoRoomError
 
 FINAL = (TooLargeError, UnauthorizedError, RequestRefusedError)
-MAX_TRIES = (MAX_ATTEMPTS + 1) * (1 + MAX_RETRIES + BUSY_RETRIES)
+PATIENCE_S = 60.0
+# While layers lack, what follows is bounded by time; every other attempt or so waits for the longest backoff.
+MAX_TRIES = (MAX_ATTEMPTS + 1 + 8 * round(PATIENCE_S / MAX_BACKOFF_S)) * (1 + MAX_RETRIES + BUSY_RETRIES)
 
 transient = st.one_of(
     st.sampled_from(list(MissReason)).map(lambda reason: CacheMissError("m", reason=reason)),
@@ -67,7 +70,10 @@ transient = st.one_of(
 )
 any_failure = transient | st.sampled_from([*FINAL, ModelNotFoundError, NoRoomError]).map(lambda kind: kind("m"))
 nodes = st.none() | st.sampled_from("abc")
-scripts = st.lists(st.tuples(transient, nodes, st.booleans()), min_size=1, max_size=8)
+Event = tuple[MeshnetError, str | None, Probed, str | None]
+scripts = st.lists(
+    st.tuples(transient, nodes, st.sampled_from(Probed), st.none() | st.sampled_from("xyz")), min_size=1, max_size=8
+)
 
 
 @dataclass
@@ -77,40 +83,52 @@ class Loop:
     history: History
     tries: int = 0
     waited_s: float = 0.0
+    lacking_since: float | None = None
     actions: list[Action] = field(default_factory=list)
     seen: list[MeshnetError] = field(default_factory=list)
 
-    def fail(self, failure: MeshnetError, node_id: str | None, busy: bool) -> Action:
+    def fail(self, failure: MeshnetError, node_id: str | None, probed: Probed, reporter: str | None = None) -> Action:
         self.tries += 1
         self.seen.append(failure)
-        history = replace(self.history, failing_s=self.waited_s)
-        action = next_action(failure, node_id, history)
+        if isinstance(failure, LayersUnavailableError | TrackerUnreachableError) and self.lacking_since is None:
+            self.lacking_since = self.waited_s
+        lacking_s = None if self.lacking_since is None else self.waited_s - self.lacking_since
+        history = replace(self.history, lacking_s=lacking_s)
+        action = next_action(failure, node_id, history, reporter)
         if isinstance(action, Probe):
             assert node_id is not None
-            action = next_action(failure, node_id, replace(history, busy=busy))
+            action = next_action(failure, node_id, replace(history, probed=probed), reporter)
             assert not isinstance(action, Probe)
-        self._check(action, failure, node_id)
+        self._check(action, failure, node_id, probed, reporter)
         self.actions.append(action)
         if isinstance(action, Retry):
             self.history = replace(self.history, retries=self.history.retries + 1)
             return action
         self.history = replace(self.history, failures=(*self.history.failures, failure), retries=0)
         if isinstance(action, Reroute):
-            self.history = replace(self.history, excluded=action.excluded)
+            doubts = self.history.doubts | ({action.doubt} if action.doubt is not None else frozenset())
+            self.history = replace(self.history, excluded=action.excluded, doubts=doubts)
         if isinstance(action, Stateless):
             self.history = replace(self.history, stateless=True)
         return action
 
-    def _check(self, action: Action, failure: MeshnetError, node_id: str | None) -> None:
+    def _check(
+        self, action: Action, failure: MeshnetError, node_id: str | None, probed: Probed, reporter: str | None
+    ) -> None:
         match action:
             case Retry(wait_s):
                 assert isinstance(failure, HopUnreachableError | DeadlineError | BadFrameError)
             case RePrefill(wait_s):
                 pass
-            case Reroute(excluded, wait_s):
-                assert excluded <= self.history.excluded | {node_id}
-                if not isinstance(failure, LayersUnavailableError | TrackerUnreachableError):
+            case Reroute(excluded, wait_s, blamed, _):
+                assert excluded <= self.history.excluded | {node_id, reporter}
+                if blamed is not None and blamed == reporter != node_id:  # whom it reported is let in again
+                    assert any(other == reporter for other, _ in self.history.doubts)
+                elif not isinstance(failure, LayersUnavailableError | TrackerUnreachableError):
                     assert self.history.excluded <= excluded
+                assert blamed is None or blamed in excluded
+                if isinstance(failure, HopUnreachableError | DeadlineError) and probed is not Probed.GONE:
+                    assert blamed is None or blamed == reporter
             case Fail(error):
                 assert any(error is past for past in self.seen)
                 return
@@ -121,23 +139,21 @@ class Loop:
 
 
 @given(scripts, st.booleans())
-def test_whatever_fails_without_end_ends(script: list[tuple[MeshnetError, str | None, bool]], stateless: bool) -> None:
+def test_whatever_fails_without_end_ends(script: list[Event], stateless: bool) -> None:
     loop = Loop(History(stateless=stateless))
-    for failure, node_id, busy in itertools.cycle(script):
-        if isinstance(loop.fail(failure, node_id, busy), Fail):
+    for failure, node_id, probed, reporter in itertools.cycle(script):
+        if isinstance(loop.fail(failure, node_id, probed, reporter), Fail):
             break
         assert loop.tries <= MAX_TRIES
     assert loop.waited_s <= MAX_TRIES * MAX_BACKOFF_S
 
 
 @given(scripts, any_failure)
-def test_a_token_in_between_begins_anew(
-    script: list[tuple[MeshnetError, str | None, bool]], failure: MeshnetError
-) -> None:
+def test_a_token_in_between_begins_anew(script: list[Event], failure: MeshnetError) -> None:
     """What was excluded and that no cache is in use stay; the failures before the token are over."""
     loop = Loop(History())
-    for past, node_id, busy in script:
-        if isinstance(loop.fail(past, node_id, busy), Fail):
+    for past, node_id, probed, reporter in script:
+        if isinstance(loop.fail(past, node_id, probed, reporter), Fail):
             return
     after = History(excluded=loop.history.excluded, stateless=loop.history.stateless)
     first = History(excluded=loop.history.excluded, stateless=loop.history.stateless)
@@ -146,15 +162,13 @@ def test_a_token_in_between_begins_anew(
 
 
 @given(scripts, st.sampled_from(FINAL))
-def test_what_would_happen_again_fails_at_once(
-    script: list[tuple[MeshnetError, str | None, bool]], kind: type[MeshnetError]
-) -> None:
+def test_what_would_happen_again_fails_at_once(script: list[Event], kind: type[MeshnetError]) -> None:
     loop = Loop(History())
-    for past, node_id, busy in script:
-        if isinstance(loop.fail(past, node_id, busy), Fail):
+    for past, node_id, probed, reporter in script:
+        if isinstance(loop.fail(past, node_id, probed, reporter), Fail):
             return
     failure = kind("m")
-    assert loop.fail(failure, "a", busy=True) == Fail(failure)
+    assert loop.fail(failure, "a", Probed.BUSY) == Fail(failure)
 
 
 @given(any_failure, nodes, st.booleans(), st.integers(0, 20), st.integers(0, MAX_ATTEMPTS + 3))
@@ -167,4 +181,4 @@ def test_a_decision_is_a_function_of_what_it_is_given(
     if past >= MAX_ATTEMPTS:
         assert isinstance(action, Fail)
     if retries >= MAX_RETRIES + BUSY_RETRIES:
-        assert not isinstance(action, Retry | Probe)
+        assert not isinstance(action, Retry)

@@ -8,21 +8,23 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from in_process_mesh import MODEL, add_node, random_prompt, reference_greedy, reference_model, tiny_mesh
+from meshnet_core.clock import ManualClock
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.demand import Demand
-from meshnet_core.errors import LayersUnavailableError, MissReason
+from meshnet_core.errors import CacheFullError, LayersUnavailableError, MissReason
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_gateway import generation
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.waiting_room import NoRoomError, WaitingRoom
 from meshnet_node import hop_service
@@ -52,17 +54,17 @@ async def run(
     during: Callable[[int], None] = lambda made: None,
 ) -> tuple[list[int], dict[str, object]]:
     """One answer of ``engine``; ``during`` is called after each token with how many there are."""
-    generation = engine.start(GenerationRequest(MODEL, tuple(prompt), count, SamplingParams()))
+    answer = engine.start(GenerationRequest(MODEL, tuple(prompt), count, SamplingParams()))
     ids: list[int] = []
     try:
-        async with aclosing(aiter(generation)) as events:
+        async with aclosing(aiter(answer)) as events:
             async for event in events:
                 if isinstance(event, SampledToken):
                     ids.append(event.id)
                     during(len(ids))
     finally:
-        await generation.aclose()
-    return ids, generation.report()
+        await answer.aclose()
+    return ids, answer.report()
 
 
 def recoveries(report: dict[str, object]) -> list[dict[str, object]]:
@@ -280,6 +282,64 @@ async def test_a_session_that_can_go_nowhere_ends_where_it_is(llama: Path, expec
         assert [event["error"] for event in recoveries(report)] == ["cache_miss"] * 2
         with pytest.raises(LayersUnavailableError, match="draining"):
             await run(mesh.engine(), PROMPT, 3)
+
+
+async def test_a_session_keeps_its_place_until_it_has_another(llama: Path, expected: list[int]) -> None:
+    """The only other node is full at first; when it has room, the session moves."""
+    clock, full = ManualClock(), StoreLimits(budget_bytes=2**30, max_sessions=0)
+    async with tiny_mesh(llama, ["0-1", "2-3"], clock=clock) as mesh:
+        spare = add_node(mesh, llama, "http://node-2", "2-3", full)
+        mesh.down.add("http://node-2")
+        epochs: list[int] = []
+
+        def drain(made: int) -> None:
+            clock.advance(1)
+            if made == 5:
+                mesh.services[mesh.urls[1]].drain()
+                mesh.down.clear()
+            if made == 15:
+                spare.store.limits = replace(full, max_sessions=1)
+            epochs.append(mesh.transport.frames[-1][1].epoch)
+
+        engine = mesh.engine()
+        ids, report = await run(engine, PROMPT, COUNT, drain)
+        assert ids == expected
+        assert set(epochs[:15]) == {0}  # all on the state that there was
+        assert (report["epochs"], engine.room.waits) == (2, 0)
+        assert [hop["node"] for hop in report["route"]] == ["node-0", "node-2"]  # type: ignore[attr-defined]
+        assert mesh.held_sessions == 0
+
+
+@pytest.mark.parametrize("fault", ["the new hop hangs", "the old hop refuses"])
+async def test_a_move_that_comes_to_nothing_costs_a_pause_at_most(
+    llama: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(generation, "MOVE_OPEN_S", 0.05)
+    async with tiny_mesh(llama, ["0-1", "2-3"]) as mesh:
+        add_node(mesh, llama, "http://node-2", "2-3")
+        mesh.down.add("http://node-2")
+        open_, tried = mesh.transport.open, list[int]()
+
+        async def faulty(url: str, document: OpenDocument) -> OpenReply:
+            if fault == "the new hop hangs" and url == "http://node-2":
+                tried.append(document.epoch)
+                await asyncio.Event().wait()
+            if fault == "the old hop refuses" and document.hop_index == 0 and document.epoch == 1:
+                tried.append(document.epoch)
+                raise CacheFullError("full on purpose", hop_index=0)
+            return await open_(url, document)
+
+        def drain(made: int) -> None:
+            if made == 5:
+                mesh.services[mesh.urls[1]].drain()
+                mesh.down.clear()
+
+        monkeypatch.setattr(mesh.transport, "open", faulty)
+        ids, report = await run(mesh.engine(), PROMPT, COUNT, drain)
+        assert ids == expected
+        assert tried
+        assert report["epochs"] == (1 if fault == "the new hop hangs" else 2)
+        assert mesh.held_sessions == 0
 
 
 async def test_a_stateless_session_moves_too(llama: Path, expected: list[int]) -> None:

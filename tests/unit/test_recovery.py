@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,26 +35,35 @@ from meshnet_core.errors import (
 from meshnet_core.frames import Frame, Phase
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.transport import InProcessTransport
+from meshnet_gateway import recovery
 from meshnet_gateway.blame import BACKOFF_S, MAX_BACKOFF_S, MAX_NODES, REMEMBERED_S, BlameMemory
 from meshnet_gateway.epoch_frames import EpochFrames
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
+from meshnet_gateway.generation_report import GenerationReport
+from meshnet_gateway.hop_calls import HopCalls
+from meshnet_gateway.mending import Mending
 from meshnet_gateway.recovery import (
     BUSY_RETRIES,
     MAX_ATTEMPTS,
     MAX_RETRIES,
     MISSES_BEFORE_STATELESS,
+    STATELESS_TOKENS,
     Action,
     Fail,
     History,
     Probe,
+    Probed,
     Replay,
     RePrefill,
     Reroute,
     Retry,
     Stateless,
     next_action,
+    tries_cache_again,
 )
-from meshnet_node.cache_store import SessionKey
+from meshnet_node.cache_store import SessionKey, StoreLimits
+from meshnet_node.hop_service import HopService
 from meshnet_node.model_backend import ShardResult, ShardWork
 from tiny_models import save_tiny
 
@@ -61,6 +71,7 @@ PROMPT, COUNT = random_prompt(17), 16
 MISS = CacheMissError("m", reason=MissReason.EVICTED)
 OTHER_LAYERS = CacheMissError("m", reason=MissReason.RANGE_MISMATCH)
 GONE, LATE = HopUnreachableError("gone"), DeadlineError("late")
+A, B = frozenset({"a"}), frozenset({"b"})
 BROKEN, LACKING = HopFailedError("broken"), LayersUnavailableError("layers 2-3 lack")
 
 
@@ -72,26 +83,32 @@ BROKEN, LACKING = HopFailedError("broken"), LayersUnavailableError("layers 2-3 l
     [
         (MISS, History(), RePrefill()),
         (MISS, History(failures=(MISS,) * MISSES_BEFORE_STATELESS), Stateless()),
-        (OTHER_LAYERS, History(), Reroute(frozenset({"b"}))),
-        (OTHER_LAYERS, History(failures=(MISS,), excluded=frozenset({"a"})), Reroute(frozenset({"a", "b"}), 0.2)),
+        (OTHER_LAYERS, History(), Reroute(B, blamed="b")),
+        (OTHER_LAYERS, History(failures=(MISS,), excluded=A), Reroute(A | B, 0.2, blamed="b")),
         (GONE, History(), Retry(0.0)),
         (GONE, History(retries=MAX_RETRIES), Probe()),
-        (GONE, History(retries=MAX_RETRIES, busy=True), Retry(0.1)),
-        (GONE, History(retries=MAX_RETRIES, busy=False), Reroute(frozenset({"b"}))),
-        (GONE, History(retries=MAX_RETRIES + BUSY_RETRIES), Reroute(frozenset({"b"}))),
+        (GONE, History(retries=MAX_RETRIES, probed=Probed.BUSY), Retry(0.1)),
+        (GONE, History(retries=MAX_RETRIES, probed=Probed.IDLE), Reroute(B)),
+        (GONE, History(retries=MAX_RETRIES, probed=Probed.GONE), Reroute(B, blamed="b")),
+        (GONE, History(retries=MAX_RETRIES + BUSY_RETRIES), Probe()),
+        (GONE, History(retries=MAX_RETRIES + BUSY_RETRIES, probed=Probed.BUSY), Reroute(B)),
         (LATE, History(), Probe()),
-        (LATE, History(busy=True), Retry(0.1)),
-        (LATE, History(busy=False), Reroute(frozenset({"b"}))),
-        (LATE, History(retries=BUSY_RETRIES, busy=True), Reroute(frozenset({"b"}))),
-        (LATE, History(excluded=frozenset({"a"}), busy=False), Reroute(frozenset({"a", "b"}))),
-        (DrainingError("d"), History(), Reroute(frozenset({"b"}))),
-        (ProtocolMismatchError("p"), History(), Reroute(frozenset({"b"}))),
+        (LATE, History(probed=Probed.BUSY), Retry(0.1)),
+        (LATE, History(probed=Probed.IDLE), Reroute(B)),
+        (LATE, History(probed=Probed.GONE), Reroute(B, blamed="b")),
+        (LATE, History(retries=BUSY_RETRIES, probed=Probed.BUSY), Reroute(B)),
+        (LATE, History(excluded=A, probed=Probed.GONE), Reroute(A | B, blamed="b")),
+        (DrainingError("d"), History(), Reroute(B)),
+        (ProtocolMismatchError("p"), History(), Reroute(B, blamed="b")),
         (BROKEN, History(), RePrefill()),
-        (BROKEN, History(failures=(BROKEN,)), Reroute(frozenset({"b"}), 0.2)),
-        (LACKING, History(), Fail(LACKING)),
-        (LACKING, History(failures=(GONE,), excluded=frozenset({"b"})), Reroute(frozenset(), 0.2)),
-        (LACKING, History(failures=(GONE,), failing_s=60.0, patience_s=60.0), Fail(LACKING)),
-        (LACKING, History(failures=(BROKEN, LACKING), failing_s=60.0, patience_s=60.0), Fail(BROKEN)),
+        (BROKEN, History(failures=(BROKEN,)), Reroute(B, 0.2, blamed="b")),
+        (LACKING, History(lacking_s=0.0), Fail(LACKING)),
+        (LACKING, History(failures=(GONE,), excluded=B, lacking_s=0.0), Reroute(frozenset(), 0.2)),
+        (LACKING, History(failures=(LACKING,) * 50, lacking_s=56.0, patience_s=60.0), Reroute(frozenset(), 3.0)),
+        (LACKING, History(failures=(GONE,), lacking_s=60.0, patience_s=60.0), Fail(LACKING)),
+        (LACKING, History(failures=(BROKEN, LACKING), lacking_s=60.0, patience_s=60.0), Fail(BROKEN)),
+        (GONE, History(failures=(LACKING,) * 50, lacking_s=59.0, patience_s=60.0), Retry(0.0)),
+        (GONE, History(failures=(LACKING,), lacking_s=60.0, patience_s=60.0), Fail(LACKING)),
         (GONE, History(failures=(LACKING,) * MAX_ATTEMPTS), Fail(LACKING)),
         (MISS, History(failures=(LACKING,) * MAX_ATTEMPTS), Fail(MISS)),
     ],
@@ -111,7 +128,25 @@ def test_without_anybody_to_ask_nobody_is_probed() -> None:
     assert next_action(LATE, None, History()) == Reroute(frozenset())
 
 
-@pytest.mark.parametrize("failure", [MISS, GONE, LATE, BROKEN, LACKING, DrainingError("d")])
+@pytest.mark.parametrize("failure", [GONE, LATE])
+def test_who_reports_a_second_node_that_answers_us_is_left_out_itself(failure: MeshnetError) -> None:
+    """One link that is broken may be either end's fault; two of them are the end's that they share."""
+    idle = History(retries=MAX_RETRIES, probed=Probed.IDLE)
+    assert next_action(failure, "b", idle, "a") == Reroute(B, doubt=("a", "b"))
+    again = replace(idle, excluded=B, doubts=frozenset({("a", "b")}))
+    assert next_action(failure, "c", again, "a") == Reroute(A, blamed="a")
+    assert next_action(failure, "c", again, "other") == Reroute(B | {"c"}, doubt=("other", "c"))
+    assert next_action(failure, "c", again) == Reroute(B | {"c"})  # we ourselves did not reach it
+
+
+def test_a_cache_is_tried_again_less_and_less_often() -> None:
+    assert not tries_cache_again(STATELESS_TOKENS - 1, 0)
+    assert tries_cache_again(STATELESS_TOKENS, 0)
+    assert not tries_cache_again(2 * STATELESS_TOKENS - 1, 1)
+    assert tries_cache_again(4 * STATELESS_TOKENS, 2)
+
+
+@pytest.mark.parametrize("failure", [MISS, GONE, LATE, BROKEN, DrainingError("d")])
 def test_whatever_fails_without_end_ends(failure: MeshnetError) -> None:
     history, steps = History(stateless=isinstance(failure, CacheMissError)), 0
     while not isinstance(next_action(failure, "b", history), Fail):
@@ -321,24 +356,74 @@ async def test_a_busy_hop_is_asked_again_and_not_blamed(llama: Path, expected: l
         assert engine.blame.excluded() == frozenset()
 
 
-async def test_a_hop_that_is_late_and_idle_is_blamed_for_a_while(llama: Path, expected: list[int]) -> None:
+async def test_a_hop_that_is_gone_is_blamed_for_a_while(llama: Path, expected: list[int]) -> None:
     clock = ManualClock()
     async with tiny_mesh(llama, ["0-1", "2-3", "2-3"], clock=clock) as mesh:
         engine = mesh.engine()
         route = await mesh.route(await mesh.model(MODEL), frozenset())
         blamed, other = route.hops[1].node_id, {"node-1", "node-2"} - {route.hops[1].node_id}
-        async with late_once(mesh, route.hops[1].url, queued=0, at=21):
-            ids, report = await run(engine)
+        gone = []
+
+        def kill(_session: str, made: int) -> None:
+            if made == 5:
+                gone.append(mesh.kill(route.hops[1].url))
+
+        ids, report = await run(engine, during=kill)
         assert ids == expected
         assert report["epochs"] == 2
         assert engine.blame.excluded() == {blamed}
-        assert [event["node"] for event in report["recoveries"]] == [blamed]  # type: ignore[attr-defined]
+        assert {event["node"] for event in report["recoveries"]} == {blamed}  # type: ignore[attr-defined]
+        mesh.transport.endpoints[route.hops[1].url] = gone[0]  # it is back
         _, later = await run(engine)
         assert {hop["node"] for hop in later["route"]} == {"node-0", *other}  # type: ignore[attr-defined]
         mesh.down.add(f"http://{other.pop()}")
         _, alone = await run(engine)
         assert blamed in {hop["node"] for hop in alone["route"]}  # type: ignore[attr-defined]
         assert engine.blame.excluded() == frozenset()  # it served an answer to its end
+
+
+async def test_a_hop_that_is_late_and_idle_is_left_out_of_this_answer_alone(llama: Path, expected: list[int]) -> None:
+    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
+        engine = mesh.engine()
+        route = await mesh.route(await mesh.model(MODEL), frozenset())
+        async with late_once(mesh, route.hops[1].url, queued=0, at=21):
+            ids, report = await run(engine)
+        assert ids == expected
+        assert report["epochs"] == 2
+        assert {hop["node"] for hop in report["route"]} == {"node-0", "node-1", "node-2"} - {route.hops[1].node_id}  # type: ignore[attr-defined]
+        assert engine.blame.excluded() == frozenset()
+
+
+@pytest.mark.parametrize("others", [1, 2])
+async def test_a_hop_that_its_neighbour_cannot_reach_is_not_blamed_though_it_answers_us(
+    llama: Path, expected: list[int], others: int
+) -> None:
+    """Both halves have a spare; what the first node sends to the second never comes, or to either of them."""
+    async with tiny_mesh(llama, ["0-1", "2-3", "0-1", "2-3"]) as mesh:
+        engine = mesh.engine()
+        route = await mesh.route(await mesh.model(MODEL), frozenset())
+        cut, tails = route.hops[0], {"node-1", "node-3"}
+        broken = {route.hops[1].node_id} if others == 1 else tails
+        last: list[str] = []
+
+        def lose(url: str, frame: Frame) -> None:
+            if frame.hop_index == 0:
+                last[:] = [url]
+            elif last == [cut.url] and url.removeprefix("http://") in broken and frame.position > 20:
+                raise HopUnreachableError("no way there", hop_index=frame.hop_index)
+
+        mesh.transport.on_forward = lose
+        ids, report = await run(engine)
+        assert ids == expected
+        nodes = [hop["node"] for hop in report["route"]]  # type: ignore[attr-defined]
+        assert report["epochs"] == 1 + others
+        if others == 1:
+            assert nodes == [cut.node_id, *(tails - broken)]
+            assert engine.blame.excluded() == frozenset()
+        else:
+            assert nodes[0] != cut.node_id
+            assert engine.blame.excluded() == {cut.node_id}
+        assert mesh.held_sessions == 0
 
 
 async def test_an_open_whose_connection_broke_once_is_no_reason_to_blame(
@@ -419,4 +504,152 @@ async def test_a_frame_that_waits_past_its_deadline_is_joined_by_its_retry(llama
         assert slow == [20]
         assert report["epochs"] == 1
         assert [event["action"] for event in report["recoveries"]] == ["Retry"]  # type: ignore[attr-defined]
+        assert mesh.held_sessions == 0
+
+
+# -- layers that lack, and a cache that comes back --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("away_s", "comes_back"), [(50.0, True), (70.0, False)])
+async def test_layers_that_lack_are_waited_for_as_long_as_a_step_may_take(
+    llama: Path, expected: list[int], away_s: float, comes_back: bool
+) -> None:
+    clock = ManualClock()
+    async with tiny_mesh(llama, ["0-1", "2-3"], clock=clock) as mesh:
+        died: list[float] = []
+        gone: list[HopService] = []
+
+        async def sleep(seconds: float) -> None:
+            clock.advance(seconds)
+            if died and clock.now() >= died[0] + away_s:
+                mesh.down.clear()
+                mesh.transport.endpoints[mesh.urls[1]] = gone[0]
+
+        def kill(_session: str, made: int) -> None:
+            if made == 5 and not died:
+                died.append(clock.now())
+                gone.append(mesh.kill(mesh.urls[1]))
+                if len(died) == 1:
+                    mesh.down.add(mesh.urls[1])
+
+        engine = GenerationEngine(mesh, mesh.transport, clock, step_deadline_s=60.0, sleep=sleep)
+        if comes_back:
+            ids, _ = await run(engine, during=kill)
+            assert ids == expected
+        else:
+            with pytest.raises(LayersUnavailableError, match="2-3"):
+                await run(engine, during=kill)
+            assert clock.now() - died[0] <= 61
+
+
+async def test_a_dead_node_that_is_still_listed_does_not_shorten_the_wait(llama: Path, expected: list[int]) -> None:
+    """It is let in again and again, and fails each time: that is the wait, and no cause to give up."""
+    clock = ManualClock()
+    async with tiny_mesh(llama, ["0-1", "2-3"], clock=clock) as mesh:
+        died: list[float] = []
+        gone: list[HopService] = []
+
+        async def sleep(seconds: float) -> None:
+            clock.advance(seconds)
+            if died and clock.now() >= died[0] + 50:
+                mesh.transport.endpoints[mesh.urls[1]] = gone[0]
+
+        def kill(_session: str, made: int) -> None:
+            if made == 5:
+                died.append(clock.now())
+                gone.append(mesh.kill(mesh.urls[1]))
+
+        engine = GenerationEngine(mesh, mesh.transport, clock, step_deadline_s=60.0, sleep=sleep)
+        ids, _ = await run(engine, during=kill)
+        assert ids == expected
+
+
+async def test_waiting_for_room_is_no_part_of_the_patience_with_lacking_layers() -> None:
+    clock, slept = ManualClock(), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    calls = HopCalls("s-1", InProcessTransport(), sleep)
+    report = GenerationReport("s-1", 3, clock)
+    mending = Mending(calls, report, BlameMemory(clock), clock, sleep, cache=True, patience_s=60.0)
+    await mending.after(MISS, None)
+    clock.advance(100)  # in the waiting room
+    assert await mending.after(LACKING, None) is None
+    clock.advance(60)
+    with pytest.raises(LayersUnavailableError):
+        await mending.after(LACKING, None)
+    mending.opened()
+    clock.advance(100)
+    assert await mending.after(LACKING, None) is None  # another want, another wait
+
+
+@pytest.mark.parametrize("heals", [True, False])
+async def test_a_session_without_state_tries_a_cache_again(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    monkeypatch.setattr(recovery, "STATELESS_TOKENS", 6)
+    right = reference_greedy(reference_model(llama), PROMPT, 40)
+    async with tiny_mesh(llama, ["0-1", "2-3"]) as mesh:
+        store = mesh.services[mesh.urls[1]].store
+
+        def forget(url: str, frame: Frame) -> None:
+            healed = heals and any(not sent.cache for _, sent in mesh.transport.frames)
+            if url == mesh.urls[1] and frame.cache and frame.position > 0 and not healed:
+                store.drop(SessionKey(frame.session, 1), MissReason.EVICTED)
+
+        mesh.transport.on_forward = forget
+        ids, report = await run(mesh.engine(chunk=5), count=40)
+        assert ids == right
+        actions = [event["action"] for event in report["recoveries"]]  # type: ignore[attr-defined]
+        cached = [frame for url, frame in mesh.transport.frames if url == mesh.urls[1] and frame.cache]
+        if heals:
+            assert (report["mode"], report["stateless_tokens"]) == ("mixed", 6)
+            assert actions.count("Stateless") == 1
+        else:
+            assert (report["mode"], report["stateless_tokens"]) == ("stateless", 40)
+            assert actions.count("Stateless") == 3  # at the start, and after 6 and 12 tokens more; 24 more are not made
+            assert all(frame.phase is Phase.PREFILL for frame in cached)
+        assert mesh.held_sessions == 0
+
+
+async def test_a_cache_that_has_no_room_is_not_waited_for_where_it_goes_on_without(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "STATELESS_TOKENS", 6)
+    async with tiny_mesh(llama, ["0-1", "2-3"]) as mesh:
+        engine = mesh.engine()
+        other = engine.start(GenerationRequest(MODEL, tuple(PROMPT), 60, SamplingParams()))
+        forgotten: list[int] = []
+
+        def forget(url: str, frame: Frame) -> None:
+            if url == mesh.urls[1] and frame.cache and frame.position > 0 and not forgotten:
+                mesh.services[url].store.drop(SessionKey(frame.session, 1), MissReason.EVICTED)
+
+        mesh.transport.on_forward = forget
+        occupied = False
+
+        async def occupy() -> None:
+            """From now on the nodes have room for the other one alone, which is running."""
+            forgotten.append(1)
+            await anext(aiter(other))
+            for service in mesh.services.values():
+                taken = service.store.taken(stateless=False)
+                service.store.limits = StoreLimits(budget_bytes=taken)
+
+        generation = engine.start(GenerationRequest(MODEL, tuple(PROMPT), 30, SamplingParams()))
+        engine.chunk = 5
+        ids: list[int] = []
+        async for event in generation:
+            if isinstance(event, SampledToken):
+                ids.append(event.id)
+                if not occupied:
+                    occupied = True
+                    await occupy()
+        assert ids == reference_greedy(reference_model(llama), PROMPT, 30)
+        report = generation.report()
+        assert (report["mode"], report.get("waited_s")) == ("stateless", None)
+        assert engine.room.waits == 0
+        await generation.aclose()
+        await other.aclose()
         assert mesh.held_sessions == 0

@@ -13,25 +13,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Protocol
 
 from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.demand import Demand
 from meshnet_core.dtypes import wire_dtype
-from meshnet_core.errors import (
-    DrainingError,
-    HopError,
-    HopFailedError,
-    LayersUnavailableError,
-    MeshnetError,
-    RequestRefusedError,
-)
-from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, Phase
+from meshnet_core.errors import CacheFullError, HopFailedError, MeshnetError, RequestRefusedError
+from meshnet_core.frames import MAX_CHUNK, FrameReply
 from meshnet_core.grammar import Grammar
 from meshnet_core.ids import mint_session_id
 from meshnet_core.link_times import LinkTimes
@@ -41,31 +34,21 @@ from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.transport import HopTransport
 from meshnet_gateway.blame import BlameMemory
 from meshnet_gateway.epoch_frames import EpochFrames
+from meshnet_gateway.epoch_steps import EpochSteps, PrefillProgress
 from meshnet_gateway.generation_report import GenerationReport
-from meshnet_gateway.hop_calls import HopCalls
+from meshnet_gateway.hop_calls import HopCalls, StayedError
+from meshnet_gateway.mending import Mending, Planner
 from meshnet_gateway.prefix_reuse import PrefixReuse, PrefixWish
-from meshnet_gateway.recovery import (
-    BUSY_RETRIES,
-    MAX_RETRIES,
-    Action,
-    Fail,
-    History,
-    Probe,
-    Replay,
-    RePrefill,
-    Reroute,
-    Retry,
-    Stateless,
-    next_action,
-)
+from meshnet_gateway.recovery import Replay
 from meshnet_gateway.waiting_room import WaitingRoom
+
+__all__ = ["Generation", "GenerationEngine", "GenerationRequest", "PrefillProgress", "Routes"]
 
 logger = logging.getLogger(__name__)
 
-CHUNKS_IN_FLIGHT = 2  # one runs on the first hop while the one before it runs on the next
-REPLAYS_IN_FLIGHT = 4  # single positions are little work; a hop queues as many frames of one session
 USUAL_ANSWER = 256  # tokens that an answer is planned for at most: most end before what they may have
-MOVE_POLL_S = 1.0  # between two questions for a route without the nodes that drain
+MOVE_POLL_S = 1.0  # between two questions for a route without the nodes that drain; doubled where there was no room
+MOVE_OPEN_S = 2.0  # the answer stands still while the new route is opened
 
 
 class Routes(Protocol):
@@ -101,14 +84,6 @@ class GenerationRequest:
     recovery: Replay | None = None
     prefix: PrefixWish | None = None
     grammar: Grammar | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillProgress:
-    """``done`` of ``total`` positions have been taken in by the first hop."""
-
-    done: int
-    total: int
 
 
 Event = PrefillProgress | SampledToken
@@ -174,15 +149,26 @@ class Generation:
         self._request = request
         self._arrival = next(engine.arrivals)
         self._answer: list[int] = []
-        self._epoch = -1
+        self._epochs = itertools.count()
+        self._epoch = -1  # of the frames that are sent
         self._route: Route | None = None
+        self._opened = False  # `_route` is open for the next epoch already
+        self._patient = True  # the next epoch waits for room where there is none
+        self._move_poll_s = MOVE_POLL_S
         self._move_asked_at: float | None = None
-        self._history = History(stateless=not request.cache, patience_s=engine.step_deadline_ms / 1000)
-        self._failing_since: float | None = None
         self._calls = HopCalls(self.session, engine.transport, engine.sleep)
         self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
         exact = (request.recovery or engine.recovery) is Replay.EXACT
         self._prefix = PrefixReuse(request.prefix, request.prompt_ids, request.stop_ids, exact=exact)
+        self._mending = Mending(
+            self._calls,
+            self._report,
+            engine.blame,
+            engine.clock,
+            engine.sleep,
+            cache=request.cache,
+            patience_s=engine.step_deadline_ms / 1000,
+        )
         self._events = self._run()
 
     def __aiter__(self) -> AsyncGenerator[Event]:
@@ -194,10 +180,14 @@ class Generation:
 
     async def aclose(self) -> None:
         """End it, wherever it is, and free the session on every hop. Idempotent."""
-        await self._events.aclose()
-        # Shielded: a caller that is itself being cancelled must not leave state behind.
-        left = self._prefix.left((*self._request.prompt_ids, *self._answer))
-        await asyncio.shield(asyncio.ensure_future(self._calls.give_back(left)))
+        try:
+            await self._events.aclose()
+        finally:
+            # Shielded: a caller that is itself being cancelled must not leave state behind.
+            await asyncio.shield(asyncio.ensure_future(self._give_back()))
+
+    async def _give_back(self) -> None:
+        await self._calls.give_back(self._prefix.left((*self._request.prompt_ids, *self._answer)))
         self._engine.room.freed()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -217,85 +207,38 @@ class Generation:
                     async for event in events:
                         yield event
             except MeshnetError as failure:
-                self._route = await self._recover(failure, self._route)
-        for hop in self._route.hops if self._route is not None else ():
-            self._engine.blame.forgive(hop.node_id)
+                self._route = await self._mending.after(failure, self._route)
+        self._mending.served(self._route)
 
-    async def _new_route(self, model: ModelSummary) -> Route:
-        """A route without the nodes blamed here, and without those blamed lately by others unless it takes them."""
-        excluded, blamed = self._history.excluded, self._engine.blame.excluded()
-        if blamed - excluded:
-            try:
-                return await self._engine.routes.route(model, excluded | blamed, self._demand())
-            except LayersUnavailableError:
-                logger.info(
-                    "session %s: nobody covers for the nodes blamed lately; they are let in again", self.session
-                )
-        return await self._engine.routes.route(model, excluded, self._demand())
+    def _planner(self, model: ModelSummary) -> Planner:
+        """Plans routes for what is still to be done: to take in prompt and answer so far, and make some of the rest."""
 
-    def _demand(self) -> Demand:
-        """What is still to be done: to take in prompt and answer so far, and to make some of what is left."""
-        left = self._request.max_tokens - len(self._answer)
-        return Demand(
-            prompt=self._length,
-            answer=max(1, min(left, USUAL_ANSWER)),
-            entry_ms={link.node_id: link.rtt_ms for link in self._engine.links.told()},
-            explore=self._epoch < 0,
-        )
+        async def plan(excluded: frozenset[str]) -> Route:
+            left = self._request.max_tokens - len(self._answer)
+            demand = Demand(
+                prompt=self._length,
+                answer=max(1, min(left, USUAL_ANSWER)),
+                entry_ms={link.node_id: link.rtt_ms for link in self._engine.links.told()},
+                explore=self._epoch < 0,
+            )
+            return await self._engine.routes.route(model, excluded, demand)
 
-    async def _recover(self, failure: MeshnetError, route: Route | None) -> Route | None:
-        """Carry out what follows ``failure``; the route to go on with, None for a new one."""
-        node_id = _blamed(failure, route)
-        action = await self._decide(failure, route, self._history)
-        logger.info("session %s: %s: %s -> %s", self.session, type(failure).__name__, failure, action)
-        self._report.failed(failure, type(action).__name__, node_id)
-        self._history = replace(self._history, failures=(*self._history.failures, failure), retries=0)
-        match action:
-            case Fail(error):
-                raise error
-            case RePrefill(wait_s):
-                await self._engine.sleep(wait_s)
-                return route
-            case Reroute(excluded, wait_s):
-                if node_id in excluded and not isinstance(failure, DrainingError):
-                    self._engine.blame.blame(node_id)
-                await self._engine.sleep(wait_s)
-                self._history = replace(self._history, excluded=excluded)
-                return None
-            case Stateless():
-                self._history = replace(self._history, stateless=True)
-                return route
-            case Retry() | Probe():
-                # A retry of the very frame is done where the frame is (`_forward`); one that comes here was no frame.
-                return route
-
-    async def _decide(self, failure: MeshnetError, route: Route | None, history: History) -> Action:
-        """What follows ``failure``; the node to blame is asked first where its answer would matter."""
-        now = self._engine.clock.now()
-        self._failing_since = now if self._failing_since is None else self._failing_since
-        self._calls.tell_restart(failure, _blamed(failure, route))
-        history = replace(history, failing_s=now - self._failing_since)
-        node_id = _blamed(failure, route)
-        action = next_action(failure, node_id, history)
-        if isinstance(action, Probe) and route is not None and isinstance(failure, HopError):
-            busy = await self._calls.is_busy(route.hops[failure.hop_index or 0].url)
-            action = next_action(failure, node_id, replace(history, busy=busy))
-        return action
+        return plan
 
     async def _epoch_of(self, model: ModelSummary) -> AsyncGenerator[Event]:
         """One epoch: open, prefill what there is, decode until the end, a failure, or the move to another route."""
-        route = await self._admit(model)
-        self._report.epoch_began(route, cached=not self._history.stateless)
+        route = await self._open_route(model)
+        self._mending.opened()
+        self._report.epoch_began(route, cached=not self._mending.stateless)
         self._calls.leave_hops_outside(route, self._epoch)
-        if self._history.stateless:
-            reply = await self._whole_sequence(route)
-        else:
-            async with aclosing(self._prefill(route)) as events:
-                async for event in events:
-                    if isinstance(event, FrameReply):
-                        reply = event
-                    else:
-                        yield event
+        steps = EpochSteps(route, self._engine.transport, self._mending, self._engine.clock, self._engine.links)
+        frames = self._frames(route)
+        async with aclosing(self._first_step(steps, frames)) as events:
+            async for event in events:
+                if isinstance(event, FrameReply):
+                    reply = event
+                else:
+                    yield event
         while True:
             token = self._accept(reply)
             if token is None:
@@ -304,17 +247,36 @@ class Generation:
             if len(self._answer) >= self._request.max_tokens or self._length >= model.max_positions:
                 self.finish_reason = "length"
                 return
-            if reply.draining and await self._may_move(reply.draining, route, model):
+            if reply.draining and await self._moves(reply.draining, route, model):
                 return
-            reply = await (self._whole_sequence(route) if self._history.stateless else self._decode_step(route))
+            if await self._returns_to_cache(model):
+                return
+            if self._mending.stateless:
+                frame = frames.whole((*self._request.prompt_ids, *self._answer))
+            else:
+                frame = frames.decode(self._length - 1, self._answer[-1])
+            reply = await steps.send(frame)
+
+    async def _first_step(self, steps: EpochSteps, frames: EpochFrames) -> AsyncGenerator[PrefillProgress | FrameReply]:
+        """Prompt and answer so far, up to the reply with the token after them."""
+        prompt, answer = self._request.prompt_ids, self._answer
+        if self._mending.stateless:
+            yield await steps.send(frames.whole((*prompt, *answer)))
+            return
+        replay = self._request.recovery or self._engine.recovery
+        prefill = frames.prefill(
+            prompt, answer, self._engine.chunk, replay, begin=self._prefix.begin, cuts=self._prefix.cuts
+        )
+        async with aclosing(steps.prefill(prefill, self._length, self._engine.chunk)) as events:
+            async for event in events:
+                yield event
 
     def _accept(self, reply: FrameReply) -> SampledToken | None:
         """The token that a step gave; None if it ends the answer."""
         if len(reply.tokens) != 1:
             raise HopFailedError(f"the tail answered with {len(reply.tokens)} tokens to a step that samples one")
         token = reply.tokens[0]
-        self._history = replace(self._history, failures=(), retries=0)
-        self._failing_since = None
+        self._mending.token()
         self._prefix.proven()
         if token.id in self._request.stop_ids:
             self.finish_reason = "stop"
@@ -327,7 +289,23 @@ class Generation:
     def _length(self) -> int:
         return len(self._request.prompt_ids) + len(self._answer)
 
-    # -- admission ----------------------------------------------------------------------------------------------------
+    # -- a place ------------------------------------------------------------------------------------------------------
+
+    async def _open_route(self, model: ModelSummary) -> Route:
+        """The route that the next epoch is open on."""
+        patient, self._patient = self._patient, True
+        if self._opened and self._route is not None:
+            self._opened = False
+            return self._route
+        if patient:
+            return await self._admit(model)
+        if self._route is None:
+            self._route = await self._mending.new_route(self._planner(model))
+        try:
+            await self._open(self._route, model)
+        except CacheFullError as full:  # it does not wait for what it can do without
+            raise CacheFullError(full.message, never=True, hop_index=full.hop_index, boot=full.boot) from full
+        return self._route
 
     async def _admit(self, model: ModelSummary) -> Route:
         """Open a new epoch in this generation's turn; the route that it is open on.
@@ -347,12 +325,11 @@ class Generation:
             nonlocal tried, tries
             tried = self._engine.clock.now()
             if self._route is None:
-                self._route = await self._new_route(model)
+                self._route = await self._mending.new_route(self._planner(model))
             elif tries:
                 with suppress(MeshnetError):  # the one there was is as good as none
-                    self._route = await self._new_route(model)
+                    self._route = await self._mending.new_route(self._planner(model))
             tries += 1
-            self._epoch += 1  # what a refused open left behind is over, so that each try is an epoch of its own
             await self._open(self._route, model)
             return self._route
 
@@ -361,92 +338,70 @@ class Generation:
         finally:
             self._report.waited(tried - arrived)
 
-    async def _may_move(self, draining: tuple[int, ...], route: Route, model: ModelSummary) -> bool:
-        """Whether there is a route without the hops that drain, taken then for the next epoch. Asked now and then."""
+    async def _moves(self, draining: tuple[int, ...], route: Route, model: ModelSummary) -> bool:
+        """Whether the session has a place on a route without the hops that drain; asked now and then.
+
+        It keeps the one it has until it has another: nodes that are full would leave it with none.
+        """
         now = self._engine.clock.now()
-        if self._move_asked_at is not None and now < self._move_asked_at + MOVE_POLL_S:
+        if self._move_asked_at is not None and now < self._move_asked_at + self._move_poll_s:
             return False
         self._move_asked_at = now
-        nodes = [route.hops[index].node_id for index in draining if index < len(route.hops)]
-        excluded = self._history.excluded | frozenset(nodes)
+        nodes = frozenset(route.hops[index].node_id for index in draining if index < len(route.hops))
         try:
-            excluded_too = self._engine.blame.excluded()
-            self._route = await self._engine.routes.route(model, excluded | excluded_too, self._demand())
+            new = await self._mending.route_without(nodes, self._planner(model))
         except MeshnetError:
             return False  # it goes on where it is, for as long as that lasts
-        self._history = replace(self._history, excluded=excluded)
-        logger.info("session %s: %s about to leave -> %s", self.session, ", ".join(nodes), self._route)
-        for node_id in nodes:
-            self._report.failed(DrainingError("the node is about to leave"), "Reroute", node_id)
+        before, terms = copy(self._prefix), self._terms(new, model)
+        try:
+            replies = await self._calls.open_beside(terms, route, MOVE_OPEN_S)
+        except StayedError as stayed:
+            logger.info("session %s: stays with %s: %s", self.session, ", ".join(sorted(nodes)), stayed)
+            self._prefix = before
+            self._move_poll_s *= 2
+            return False
+        except MeshnetError:
+            self._route, self._epoch = new, terms.epoch
+            raise
+        self._prefix.agree(replies)
+        self._route, self._epoch, self._opened, self._move_poll_s = new, terms.epoch, True, MOVE_POLL_S
+        logger.info("session %s: %s about to leave -> %s", self.session, ", ".join(sorted(nodes)), new)
+        self._mending.left(nodes)
         return True
 
-    # -- calls --------------------------------------------------------------------------------------------------------
+    async def _returns_to_cache(self, model: ModelSummary) -> bool:
+        """Whether a session without state tries a cache again, on a fresh route; without one it stays as it is."""
+        if (route := await self._mending.returns_to_cache(self._planner(model))) is None:
+            return False
+        self._route, self._patient = route, False
+        return True
 
     async def _open(self, route: Route, model: ModelSummary) -> None:
-        """Open on all hops at once; where one refuses, what the others set aside is freed again."""
+        """Open a new epoch on all hops at once; where one refuses, what the others set aside is freed again."""
+        terms = self._terms(route, model)
+        self._epoch = terms.epoch
+        self._prefix.agree(await self._calls.open(terms))
+
+    def _terms(self, route: Route, model: ModelSummary) -> OpenDocument:
+        """Those of a new epoch. What a refused open left behind is over, so that each try is an epoch of its own."""
         tokens = (*self._request.prompt_ids, *self._answer)
-        whole = OpenDocument(
+        return OpenDocument(
             session=self.session,
-            epoch=self._epoch,
+            epoch=next(self._epochs),
             hop_index=0,
             route=route,
             wire_dtype=wire_dtype(hop.dtype for hop in route.hops),
             hidden_size=model.hidden_size,
-            cache=not self._history.stateless,
+            cache=not self._mending.stateless,
             sampling=self._request.sampling,
             prompt_length=len(self._request.prompt_ids),
             prefill_length=len(tokens),
             expected_length=min(len(self._request.prompt_ids) + self._request.max_tokens, model.max_positions),
             step_deadline_ms=self._engine.step_deadline_ms,
             history=tokens,
-            prefix=self._prefix.terms(tokens, cached=not self._history.stateless),
+            prefix=self._prefix.terms(tokens, cached=not self._mending.stateless),
             grammar=self._request.grammar,
         )
-        try:
-            self._prefix.agree(await self._calls.open(whole))
-        except MeshnetError:
-            # no frame was sent that could be sent again
-            self._history = replace(self._history, retries=MAX_RETRIES + BUSY_RETRIES)
-            raise
-
-    async def _prefill(self, route: Route) -> AsyncGenerator[PrefillProgress | FrameReply]:
-        """Send prompt and answer so far, several frames in flight; progress now and then, then the last reply."""
-        total, told = self._length, 0
-        replay = self._request.recovery or self._engine.recovery
-        frames = self._frames(route).prefill(
-            self._request.prompt_ids,
-            self._answer,
-            self._engine.chunk,
-            replay,
-            begin=self._prefix.begin,
-            cuts=self._prefix.cuts,
-        )
-        in_flight: deque[tuple[int, asyncio.Task[FrameReply]]] = deque()
-        try:
-            for frame in frames:
-                end = frame.position + frame.seq_len
-                while len(in_flight) >= (REPLAYS_IN_FLIGHT if frame.phase is Phase.DECODE else CHUNKS_IN_FLIGHT):
-                    done, task = in_flight.popleft()
-                    await task
-                    if frame.phase is not Phase.DECODE or done >= told + self._engine.chunk:
-                        told = done
-                        yield PrefillProgress(done, total)
-                in_flight.append((end, asyncio.create_task(self._forward(route, frame))))
-            while in_flight:
-                done, task = in_flight.popleft()
-                reply = await task
-                yield PrefillProgress(done, total)
-            yield reply
-        finally:
-            for _, task in in_flight:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
-
-    async def _decode_step(self, route: Route) -> FrameReply:
-        return await self._forward(route, self._frames(route).decode(self._length - 1, self._answer[-1]))
-
-    async def _whole_sequence(self, route: Route) -> FrameReply:
-        return await self._forward(route, self._frames(route).whole((*self._request.prompt_ids, *self._answer)))
 
     def _frames(self, route: Route) -> EpochFrames:
         return EpochFrames(
@@ -454,33 +409,6 @@ class Generation:
             self._epoch,
             route.hops[0].layers.start,
             self._engine.step_deadline_ms,
-            cache=not self._history.stateless,
+            cache=not self._mending.stateless,
             protocol=route.protocol,
         )
-
-    async def _forward(self, route: Route, frame: Frame) -> FrameReply:
-        """Send a frame; where recovery says so, the identical one again."""
-        retries = 0
-        while True:
-            try:
-                sent_at = self._engine.clock.now()
-                reply = await self._engine.transport.forward(route.hops[0].url, frame)
-                if frame.phase is Phase.DECODE and reply.timings:
-                    elapsed_ms = 1000 * (self._engine.clock.now() - sent_at)
-                    self._engine.links.took(route.hops[0].node_id, elapsed_ms, reply.timings[0].total_ms)
-                return reply  # noqa: TRY300 - measured where it is asked
-            except HopError as failure:
-                action = await self._decide(failure, route, replace(self._history, retries=retries))
-                if not isinstance(action, Retry):
-                    # What is decided of it next must not begin with retries again.
-                    self._history = replace(self._history, retries=MAX_RETRIES + BUSY_RETRIES)
-                    raise
-                self._report.failed(failure, "Retry", _blamed(failure, route))
-                await self._engine.sleep(action.wait_s)
-                retries += 1
-
-
-def _blamed(failure: MeshnetError, route: Route | None) -> str | None:
-    if route is None or not isinstance(failure, HopError) or failure.hop_index is None:
-        return None
-    return route.hops[failure.hop_index].node_id if failure.hop_index < len(route.hops) else None

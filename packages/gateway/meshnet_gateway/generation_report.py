@@ -26,6 +26,7 @@ class GenerationReport:
         self._route: Route | None = None
         self._epochs = 0
         self._cached = True
+        self._stateless_tokens = 0
         self._events: list[dict[str, Any]] = []
         self._last_reply: FrameReply | None = None
         self._epoch_steps = 0
@@ -55,6 +56,7 @@ class GenerationReport:
     def token(self, reply: FrameReply) -> None:
         """A step gave a token of the answer."""
         self._token_times.append(self._clock.now())
+        self._stateless_tokens += not self._cached
         self._epoch_steps += 1
         self._last_reply = reply
 
@@ -62,7 +64,7 @@ class GenerationReport:
         times = self._token_times
         report: dict[str, Any] = {
             "session": self._session,
-            "mode": "cached" if self._cached else "stateless",
+            "mode": self._mode(),
             "epochs": self._epochs,
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": len(times),
@@ -72,6 +74,8 @@ class GenerationReport:
             ],
             "recoveries": self._events,
         }
+        if self._stateless_tokens:
+            report["stateless_tokens"] = self._stateless_tokens
         if waited_s := round(self._waited_s, 3):
             report["waited_s"] = waited_s
         if times:
@@ -91,6 +95,12 @@ class GenerationReport:
             first = TOKEN_ID_BYTES * (1 if self._cached else self._prompt_tokens + len(times) - 1)
             report["bytes_per_step"] = [first, *sent]
         return report
+
+    def _mode(self) -> str:
+        """How the newest token came; ``mixed`` where some came without state before there was a cache again."""
+        if not self._cached:
+            return "stateless"
+        return "mixed" if self._stateless_tokens else "cached"
 
 
 def _rate(times: list[float]) -> float:

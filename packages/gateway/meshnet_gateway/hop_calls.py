@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from meshnet_core.errors import (
@@ -22,6 +22,7 @@ from meshnet_core.open_document import OpenDocument, OpenReply
 from meshnet_core.prefix import Mark
 from meshnet_core.route import Route
 from meshnet_core.transport import HopTransport
+from meshnet_gateway.recovery import Probed
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,10 @@ OPEN_WAITS_S = (0.0, 0.1)  # before each try: one connection that breaks is no r
 RELEASE_TIMEOUT_S = 5.0
 RELEASE_WAITS_S = (0.0, 0.1, 0.3)  # before each try: a connection may break under a release too
 PROBE_TIMEOUT_S = 1.0  # a probe takes no turn on a node's lane; one that does not answer it is hung or gone
+
+
+class StayedError(Exception):
+    """A session could not be moved, and is where it was."""
 
 
 class HopCalls:
@@ -41,22 +46,23 @@ class HopCalls:
     """
 
     def __init__(self, session: str, transport: HopTransport, sleep: Callable[[float], Awaitable[None]]) -> None:
-        self._session = session
+        self.session = session
         self._transport = transport
         self._sleep = sleep
         self._boots: dict[str, str] = {}  # by node: who opened the newest epoch
         self._urls: set[str] = set()  # of every hop that may hold something of this session
         self._leaving: set[asyncio.Task[None]] = set()  # releases that nobody waits for yet
 
-    async def open(self, whole: OpenDocument) -> list[OpenReply]:
-        """Open on all hops at once; where one refuses, what the others set aside is freed again.
+    async def open(self, whole: OpenDocument, indices: Sequence[int] | None = None) -> list[OpenReply]:
+        """Open on all hops at once, or on some; where one refuses, what the others set aside is freed again.
 
         Raises:
             MeshnetError: the least hopeful of the refusals.
         """
-        hops = whole.route.hops
+        indices = range(len(whole.route.hops)) if indices is None else indices
+        hops = [whole.route.hops[index] for index in indices]
         self._urls.update(hop.url for hop in hops)
-        opens = (self._open_at(hop.url, whole.for_hop(index)) for index, hop in enumerate(hops))
+        opens = (self._open_at(hop.url, whole.for_hop(index)) for index, hop in zip(indices, hops, strict=True))
         replies = await asyncio.gather(*opens, return_exceptions=True)
         errors = [reply for reply in replies if isinstance(reply, BaseException)]
         if errors:
@@ -78,13 +84,36 @@ class HopCalls:
         await self._sleep(OPEN_WAITS_S[-1])
         return await self._transport.open(url, document)
 
-    async def is_busy(self, url: str) -> bool:
-        """Whether the node answers a probe and says that frames wait there."""
+    async def open_beside(self, whole: OpenDocument, held: Route, within_s: float) -> list[OpenReply]:
+        """Open a newer epoch on ``whole``'s route while the session goes on on another.
+
+        First where it has nothing yet: should one of those refuse, or not answer within ``within_s`` seconds, nothing
+        has changed. Then where it has; there the epoch before ends and its room serves the new one.
+
+        Raises:
+            StayedError: nothing has changed.
+            MeshnetError: a refusal after that; the session has no place any more.
+        """
+        urls = {hop.url for hop in held.hops}
+        new = [index for index, hop in enumerate(whole.route.hops) if hop.url not in urls]
+        both = [index for index, hop in enumerate(whole.route.hops) if hop.url in urls]
+        try:
+            async with asyncio.timeout(within_s):
+                opened = dict(zip(new, await self.open(whole, new), strict=True))
+        except (MeshnetError, TimeoutError) as error:
+            self._release_behind({whole.route.hops[index].url for index in new}, whole.epoch)
+            raise StayedError(f"{error}" or f"not all opened within {within_s:g} s") from error
+        opened |= zip(both, await self.open(whole, both), strict=True)
+        return [opened[index] for index in range(len(opened))]
+
+    async def probed(self, url: str) -> Probed:
+        """What the node says of itself."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                return (await self._transport.probe(url, self._session)).queued > 0
+                reply = await self._transport.probe(url, self.session)
         except (MeshnetError, TimeoutError):
-            return False
+            return Probed.GONE
+        return Probed.BUSY if reply.queued > 0 else Probed.IDLE
 
     def tell_restart(self, failure: MeshnetError, node_id: str | None) -> None:
         """A node that knows nothing of the session, and is another process than the one that opened it, restarted."""
@@ -121,11 +150,11 @@ class HopCalls:
                 await self._sleep(wait_s)
                 try:
                     async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                        await self._transport.release(url, self._session, through_epoch, keep)
+                        await self._transport.release(url, self.session, through_epoch, keep)
                         return
                 except (MeshnetError, TimeoutError) as error:
                     # A node that is gone holds nothing; one that cannot be reached frees it by its time to live.
-                    logger.info("session %s: no release at %s: %s", self._session, url, error)
+                    logger.info("session %s: no release at %s: %s", self.session, url, error)
                     if not isinstance(error, HopUnreachableError):
                         return
 
