@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from api_client import USER, app_of, content_of, events_of, post
@@ -75,6 +77,35 @@ async def test_first_token_is_the_end(model: TextModel) -> None:
         "[DONE]",
     ]
     assert events[1]["choices"][0]["finish_reason"] == "stop"
+
+
+HARD = [
+    "你好、世界",
+    "안녕하세요",
+    "👩‍👩‍👧‍👦!",
+    "🏳️‍🌈",
+    "e\u0301 x\u0323\u0307",
+    "नमस्ते",
+    "a\u200db",
+    "\u2028",
+    "ż e\u0301",
+]
+
+
+@pytest.mark.parametrize("text", HARD)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_wherever_the_tokens_are_cut_no_character_breaks(model: TextModel, text: str, path: str) -> None:
+    said = tokens(model.encode(text))
+    for count in range(1, len(said) + 1):
+        app = app_of(ScriptedEngine(said[:count]), model)
+        asked: dict[str, Any] = {"messages": USER} if "chat" in path else {"prompt": "hello", "max_tokens": 60}
+        whole = (await post(app, path, **asked)).json()["choices"][0]
+        content = whole["message"]["content"] if "chat" in path else whole["text"]
+        events = events_of(await post(app, path, stream=True, **asked))
+        assert content_of(events) == content
+        assert text.startswith(content)
+        assert len(content) >= len(model.decode(token.id for token in said[: max(0, count - 3)]))
+    assert content == text
 
 
 async def test_prefill_error_before_anything_was_sent_has_a_status(model: TextModel) -> None:
