@@ -163,6 +163,17 @@ async def test_a_template_that_knows_tools_is_given_them(knowing: TextModel) -> 
     assert "You can call these functions" not in prompt
 
 
+async def test_a_template_that_knows_no_system_is_told_of_tools_by_the_user(plain: TextModel) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHAT_TEMPLATE
+    model = text_model(refusing)
+    engine = saying(model, "ok")
+    assert (await post(app_of(engine, model), messages=USER, tools=TOOLS)).status_code == 200
+    assert prompt_of(engine, model).startswith("user\nYou can call these functions")
+    assert "\n\nhello" in prompt_of(engine, model)
+    response = await post(app_of(engine, model), messages=[{"role": "system", "content": "a"}, *USER], tools=TOOLS)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+
+
 def grammar_for(engine: ScriptedEngine) -> Grammar | None:
     return engine.requests[-1].grammar
 

@@ -6,10 +6,12 @@ grammar is no state of its own: it follows from the answer's tokens, and is made
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from meshnet_core.errors import InvalidInputError
+from meshnet_core.errors import InvalidInputError, MeshnetError
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_STOP_IDS = 64
@@ -53,3 +55,15 @@ class Grammar:
         if not isinstance(lark, str) or not isinstance(stop_ids, list):
             raise InvalidInputError("a grammar's lark is text, its stop_ids are a list")
         return cls(lark, tuple(stop_ids))
+
+
+@contextmanager
+def panics_as(error: type[MeshnetError]) -> Iterator[None]:
+    """A panic of a library written in Rust becomes ``error``: it comes as a BaseException that `except Exception` lets
+    pass, and would end the thread or the server that it happens in."""
+    try:
+        yield
+    except BaseException as panic:
+        if type(panic).__name__ != "PanicException":
+            raise
+        raise error(f"the grammar library failed: {str(panic)[:200]}") from panic

@@ -13,7 +13,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from meshnet_core.errors import InvalidInputError, RequestRefusedError
-from meshnet_core.grammar import Grammar
+from meshnet_core.grammar import Grammar, panics_as
 from meshnet_gateway.answer_parts import THOUGHT
 from meshnet_gateway.tool_format import ToolFormat
 
@@ -78,13 +78,13 @@ def checked(lark: str, stop_ids: Iterable[int], param: str) -> Grammar:
     Raises:
         RequestRefusedError: a schema asks for what is not supported, contradicts itself, or is too large.
     """
+    limits, text = LLParserLimits(verbose_errors=False), LLMatcher.grammar_from_lark(lark)
     try:
         grammar = Grammar(lark, tuple(sorted(stop_ids)))
+        with panics_as(InvalidInputError):
+            failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
     except InvalidInputError as error:
         raise RequestRefusedError(f"{param} cannot be followed: {error.message}", param=param) from error
-    limits = LLParserLimits(verbose_errors=False)
-    matcher_text = LLMatcher.grammar_from_lark(lark)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(matcher_text, limits=limits)
     if failed:
         raise RequestRefusedError(f"{param} cannot be followed: {_reason(messages)}", param=param)
     return grammar

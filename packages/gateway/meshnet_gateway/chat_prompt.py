@@ -14,12 +14,23 @@ def schema_instructions(schema: Mapping[str, Any]) -> str:
     return SCHEMA_INSTRUCTIONS.format(schema=json.dumps(schema, ensure_ascii=False))
 
 
-def instructed(messages: Sequence[Mapping[str, Any]], instructions: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages, with instructions at the end of the system's, or as the system's where there is none."""
+def instructed(
+    messages: Sequence[Mapping[str, Any]], instructions: Sequence[str], *, role: str = "system"
+) -> list[dict[str, Any]]:
+    """The messages with instructions at the end of the system's, or as the system's where there is none.
+
+    Args:
+        role: ``"user"`` puts them before the first message of the user instead, for templates that know no system.
+    """
     found = [dict(message) for message in messages]
     if not instructions:
         return found
-    if not found or found[0]["role"] != "system":
-        return [{"role": "system", "content": "\n\n".join(instructions)}, *found]
-    found[0]["content"] = "\n\n".join([str(found[0]["content"]), *instructions])
+    text = "\n\n".join(instructions)
+    first = next((message for message in found if message["role"] == role), None)
+    if role == "user" and first is not None:
+        first["content"] = f"{text}\n\n{first['content']}"
+    elif first is not None and first is found[0]:
+        first["content"] = f"{first['content']}\n\n{text}"
+    else:
+        found.insert(0, {"role": role, "content": text})
     return found

@@ -77,7 +77,13 @@ def _rendering(body: ChatRequest, model: TextModel) -> tuple[list[dict[str, Any]
     known = tools if traits.tools is not None else ()
 
     def render(part: Messages, *, to_answer: bool = False) -> tuple[int, ...]:
-        return model.render_chat(instructed(part, told), known, variables, to_answer=to_answer)
+        try:
+            return model.render_chat(instructed(part, told), known, variables, to_answer=to_answer)
+        except RequestRefusedError:
+            if not told:
+                raise
+            by_user = instructed(part, told, role="user")  # the template may know no system message
+            return model.render_chat(by_user, known, variables, to_answer=to_answer)
 
     return messages, render
 

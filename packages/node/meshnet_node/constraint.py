@@ -14,7 +14,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from meshnet_core.errors import GrammarError
-from meshnet_core.grammar import Grammar
+from meshnet_core.grammar import Grammar, panics_as
 
 COMPILE_TIMEOUT_S = 10.0
 KEPT_VOCABULARIES = 4  # about 40 MB each for 150,000 tokens
@@ -40,7 +40,9 @@ class Constraint:
             GrammarError: the answer left the grammar, or the grammar is too complex to go on.
         """
         self.follow(answer)
-        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        with panics_as(GrammarError):
+            mask = self._matcher.compute_bitmask()
+        packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
         if self._matcher.is_error():
             raise GrammarError(f"the answer cannot be held to its grammar any longer: {self._why()}")
         bits = (packed.to(device)[:, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
@@ -55,10 +57,12 @@ class Constraint:
         same = next((at for at, (a, b) in enumerate(zip(self._taken, answer, strict=False)) if a != b), None)
         if same is None:
             same = min(len(self._taken), len(answer))
-        if same < len(self._taken):
-            self._matcher.rollback(len(self._taken) - same)
-        self._taken = list(answer)
-        if not self._matcher.consume_tokens(list(answer[same:])):
+        with panics_as(GrammarError):
+            if same < len(self._taken):
+                self._matcher.rollback(len(self._taken) - same)
+            self._taken = list(answer)
+            followed = self._matcher.consume_tokens(list(answer[same:]))
+        if not followed:
             raise GrammarError(f"the answer left its grammar: {self._why()}")
 
     def _why(self) -> str:
@@ -104,12 +108,9 @@ class GrammarCompiler:
         self, grammar: Grammar, fingerprint: str, tokenizer: bytes, vocab_size: int, answer: Sequence[int]
     ) -> Constraint:
         vocabulary = self._vocabulary(fingerprint, tokenizer, vocab_size, grammar.stop_ids)
-        matcher = LLMatcher(
-            vocabulary,
-            LLMatcher.grammar_from_lark(grammar.lark),
-            log_level=0,
-            limits=LLParserLimits(verbose_errors=False),
-        )
+        text = LLMatcher.grammar_from_lark(grammar.lark)
+        with panics_as(GrammarError):
+            matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {matcher.get_error()[:200]}")
         constraint = Constraint(matcher, vocab_size)
@@ -121,7 +122,8 @@ class GrammarCompiler:
         found = self._vocabularies.pop(key, None)
         if found is None:
             try:
-                found = LLTokenizer(tokenizer.decode(), n_vocab=size, eos_token=list(stop_ids))
+                with panics_as(GrammarError):
+                    found = LLTokenizer(tokenizer.decode(), n_vocab=size, eos_token=list(stop_ids))
             except Exception as error:  # whatever llguidance makes of a vocabulary that it does not know
                 raise GrammarError(f"the model's vocabulary cannot be read for constrained answers: {error}") from error
         self._vocabularies[key] = found
