@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshnet_cli import chat, complaint, demo, gateway, join, mesh, node, tracker, up, verify
+from meshnet_cli import chat, complaint, demo, gateway, join, mesh, node, route, tracker, up, verify
 from meshnet_core import __version__
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ app.command("chat")(chat.chat)
 app.command("tracker")(tracker.tracker)
 app.command("node")(node.node)
 app.command("gateway")(gateway.gateway)
+app.command("route")(route.route)
 app.command("join")(join.join)
 app.add_typer(mesh.app, name="mesh")
 app.command("verify")(verify.verify)

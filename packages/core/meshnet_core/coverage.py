@@ -133,6 +133,19 @@ def may_follow(node: NodeInfo, other: NodeInfo) -> bool:
     )
 
 
+def left_out(
+    served: Iterable[Variant], key: VariantKey, excluded: frozenset[str], protocol: int
+) -> list[tuple[Offer, str]]:
+    """The offers that a route of the variant ``key`` cannot go through, each with the reason."""
+    found = []
+    for variant in served:
+        for offer in variant.offers:
+            why = _hindrance(offer.node, excluded, protocol) if variant.key == key else f"is of {variant.key}"
+            if why is not None:
+                found.append((offer, why))
+    return found
+
+
 def explain_gaps(
     served: list[Variant], wanted: list[Variant], excluded: frozenset[str] = frozenset(), protocols: range = PROTOCOLS
 ) -> str:
