@@ -182,7 +182,7 @@ async def measure(
     started: list[Child] = []
     common = ["--tracker", tracker_url, "--port", "0", "--dtype", options.dtype, "--threads", "1"]
     for name, layers in zip([*names, "spare"], [*SPLITS[count], SPLITS[count][-1]], strict=True):
-        arguments = ["node", "smollm2", "--layers", layers, *common, "--name", f"{name}-of-{count}"]
+        arguments = ["node", "smollm2", "--layers", layers, *common, "--name", f"{name}-of-{count}", "--insecure"]
         started.append(children.start(f"{name}-of-{count}", arguments))
     children.wait_ready(*started, timeout_s=300)
     client, transport = TrackerClient(tracker_url), HttpTransport(SystemClock())
@@ -260,7 +260,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for count in SPLITS:
         with tempfile.TemporaryDirectory() as folder, Children(Path(folder)) as children:
-            tracker = children.start("tracker", ["tracker", "--port", "0"])
+            tracker = children.start("tracker", ["tracker", "--port", "0", "--insecure"])
             children.wait_ready(tracker, timeout_s=60)
             rows += asyncio.run(measure(count, children, str(tracker.url), options))
     table = Table(

@@ -96,9 +96,9 @@ def mesh_processes(
     environment = options.environment(len(splits))
     try:
         with Children(folder) as children:
-            tracker = children.start("tracker", ["tracker", "--port", "0"])
+            tracker = children.start("tracker", ["tracker", "--port", "0", "--insecure"])
             children.wait_ready(tracker, timeout_s=START_TIMEOUT_S)
-            at_tracker = ["--tracker", str(tracker.url)]
+            at_tracker = ["--tracker", str(tracker.url), "--insecure"]
             nodes = []
             for index, layers in enumerate(splits):
                 name = f"node-{index + 1}"

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,8 +23,9 @@ from golden_frames import DECODE, PREFILL, SESSION
 from mesh_identities import machine_of, new_mesh, secured
 from meshnet_core.clock import ManualClock, SystemClock
 from meshnet_core.credentials import Credentials
-from meshnet_core.doorkeeper import Doorkeeper
+from meshnet_core.doorkeeper import REASONS, Doorkeeper
 from meshnet_core.errors import (
+    CacheFullError,
     ForbiddenError,
     HopUnreachableError,
     InvalidInputError,
@@ -35,11 +36,15 @@ from meshnet_core.errors import (
 )
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.http_transport import HttpTransport
+from meshnet_core.layer_range import LayerRange
 from meshnet_core.mesh_folder import MeshFolder
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.prefix import Mark
+from meshnet_core.route import Hop, Route
+from meshnet_core.sampling import SamplingParams
 from meshnet_core.tracker_client import TrackerClient
 from meshnet_node import torch_server
+from meshnet_node.peer_sessions import PeerSessions
 from meshnet_tracker.directory import Directory
 from meshnet_tracker.server import create_app
 from tcp_relay import tcp_relay
@@ -138,6 +143,28 @@ def believing_all(credentials: Credentials) -> ssl.SSLContext:
     context = credentials.client_context()
     context.verify_mode = ssl.CERT_NONE
     return context
+
+
+OPEN = OpenDocument(
+    session=SESSION,
+    epoch=0,
+    hop_index=0,
+    route=Route("toy", "f-1", 30, (Hop("a", "https://a", LayerRange(0, 30)),)),
+    wire_dtype="bfloat16",
+    hidden_size=4,
+    cache=True,
+    sampling=SamplingParams(),
+    prompt_length=261,
+    prefill_length=261,
+    expected_length=300,
+    step_deadline_ms=30000,
+)
+
+
+def test_every_reason_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
+    for reason, words in REASONS.items():
+        assert f"| `{reason}` | {words} |" in text
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
@@ -266,6 +293,43 @@ async def test_who_floods_a_node_with_silent_connections_keeps_nobody_out(node: 
     await counted(node, "broken_off", 64)
     async with calling(machine.client_context()) as transport:
         await transport.forward(node.url, PREFILL.frame)
+
+
+async def test_a_node_that_is_asked_too_much_is_asked_again_in_a_moment(mesh: MeshFolder, machine: Credentials) -> None:
+    endpoint, doorkeeper = Endpoint(), Doorkeeper(SystemClock(), per_s=20, burst=1)
+    app = torch_server.create_app(
+        endpoint, boot=BOOT, status=dict, text_files={}.get, max_body=65536, doorkeeper=doorkeeper
+    )
+    async with secured(app, mesh.credentials(), doorkeeper) as port, calling(machine.client_context()) as transport:
+        for _ in range(3):
+            await transport.forward(f"https://127.0.0.1:{port}", PREFILL.frame)
+    assert len(endpoint.seen) == 3
+    assert doorkeeper.turned_away["rate"] >= 2
+
+
+async def test_one_peer_cannot_take_all_sessions_of_a_node(
+    mesh: MeshFolder, machine: Credentials, tmp_path: Path
+) -> None:
+    endpoint, doorkeeper = Endpoint(), torch_server.new_doorkeeper()
+
+    def held() -> set[str]:
+        return {one.session for one in endpoint.seen if isinstance(one, OpenDocument)}
+
+    app = torch_server.create_app(
+        endpoint, boot=BOOT, status=dict, text_files={}.get, max_body=65536, peers=PeerSessions(1, held)
+    )
+    other = machine_of(mesh, tmp_path).credentials()
+    async with (
+        secured(app, mesh.credentials(), doorkeeper) as port,
+        calling(machine.client_context()) as transport,
+        calling(other.client_context()) as rival,
+    ):
+        url = f"https://127.0.0.1:{port}"
+        await transport.open(url, OPEN)
+        with pytest.raises(CacheFullError, match="--max-sessions-per-peer"):
+            await transport.open(url, replace(OPEN, session="s-another"))
+        await rival.open(url, replace(OPEN, session="s-of-a-rival"))
+    assert held() == {OPEN.session, "s-of-a-rival"}
 
 
 async def test_what_was_turned_away_is_in_the_metrics(node: Node, mesh: MeshFolder, machine: Credentials) -> None:
