@@ -24,7 +24,7 @@ from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SampledToken, SamplingParams
-from meshnet_gateway import generation
+from meshnet_gateway import place
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.waiting_room import NoRoomError, WaitingRoom
 from meshnet_node import hop_service
@@ -314,7 +314,7 @@ async def test_a_session_keeps_its_place_until_it_has_another(llama: Path, expec
 async def test_a_move_that_comes_to_nothing_costs_a_pause_at_most(
     llama: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(generation, "MOVE_OPEN_S", 0.05)
+    monkeypatch.setattr(place, "MOVE_OPEN_S", 0.05)
     async with tiny_mesh(llama, ["0-1", "2-3"]) as mesh:
         add_node(mesh, llama, "http://node-2", "2-3")
         mesh.down.add("http://node-2")

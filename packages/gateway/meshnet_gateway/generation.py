@@ -14,77 +14,31 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
-from copy import copy
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import aclosing
 
 from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary
-from meshnet_core.demand import Demand
-from meshnet_core.dtypes import wire_dtype
-from meshnet_core.errors import CacheFullError, HopFailedError, MeshnetError, RequestRefusedError
+from meshnet_core.errors import HopFailedError, MeshnetError, RequestRefusedError
 from meshnet_core.frames import MAX_CHUNK, FrameReply
-from meshnet_core.grammar import Grammar
 from meshnet_core.ids import mint_session_id
 from meshnet_core.link_times import LinkTimes
-from meshnet_core.open_document import OpenDocument
-from meshnet_core.route import Route
-from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.sampling import SampledToken
 from meshnet_core.transport import HopTransport
 from meshnet_gateway.blame import BlameMemory
 from meshnet_gateway.epoch_frames import EpochFrames
 from meshnet_gateway.epoch_steps import EpochSteps, PrefillProgress
 from meshnet_gateway.generation_report import GenerationReport
-from meshnet_gateway.hop_calls import HopCalls, StayedError
-from meshnet_gateway.mending import Mending, Planner
-from meshnet_gateway.prefix_reuse import PrefixReuse, PrefixWish
+from meshnet_gateway.generation_request import GenerationRequest
+from meshnet_gateway.hop_calls import HopCalls
+from meshnet_gateway.mending import Mending
+from meshnet_gateway.place import Place, Routes
+from meshnet_gateway.prefix_reuse import PrefixReuse
 from meshnet_gateway.recovery import Replay
 from meshnet_gateway.waiting_room import WaitingRoom
 
 __all__ = ["Generation", "GenerationEngine", "GenerationRequest", "PrefillProgress", "Routes"]
 
 logger = logging.getLogger(__name__)
-
-USUAL_ANSWER = 256  # tokens that an answer is planned for at most: most end before what they may have
-MOVE_POLL_S = 1.0  # between two questions for a route without the nodes that drain; doubled where there was no room
-MOVE_OPEN_S = 2.0  # the answer stands still while the new route is opened
-
-
-class Routes(Protocol):
-    """Where routes come from."""
-
-    async def model(self, name: str) -> ModelSummary: ...
-
-    async def route(self, model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None) -> Route: ...
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One answer to make.
-
-    Attributes:
-        model: name of a served model.
-        prompt_ids: token ids of the prompt, at least one.
-        max_tokens: the most tokens to answer with, at least one.
-        sampling: how to choose them.
-        stop_ids: tokens that end the answer; they are not part of it.
-        cache: False takes the stateless path from the start.
-        recovery: how lost state is made again; None takes the engine's way.
-        prefix: what it may take from sessions before it and leave to others; None for neither.
-        grammar: what the answer is held to; None leaves it free.
-    """
-
-    model: str
-    prompt_ids: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams
-    stop_ids: frozenset[int] = frozenset()
-    cache: bool = True
-    recovery: Replay | None = None
-    prefix: PrefixWish | None = None
-    grammar: Grammar | None = None
-
 
 Event = PrefillProgress | SampledToken
 
@@ -149,13 +103,6 @@ class Generation:
         self._request = request
         self._arrival = next(engine.arrivals)
         self._answer: list[int] = []
-        self._epochs = itertools.count()
-        self._epoch = -1  # of the frames that are sent
-        self._route: Route | None = None
-        self._opened = False  # `_route` is open for the next epoch already
-        self._patient = True  # the next epoch waits for room where there is none
-        self._move_poll_s = MOVE_POLL_S
-        self._move_asked_at: float | None = None
         self._calls = HopCalls(self.session, engine.transport, engine.sleep)
         self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
         exact = (request.recovery or engine.recovery) is Replay.EXACT
@@ -201,38 +148,41 @@ class Generation:
                 "positions, prompt and answer together",
                 param="messages",
             )
+        place = Place(
+            self._engine,
+            model,
+            request,
+            self._answer,
+            self._arrival,
+            calls=self._calls,
+            mending=self._mending,
+            prefix=self._prefix,
+            report=self._report,
+        )
         while self.finish_reason is None:
             try:
-                async with aclosing(self._epoch_of(model)) as events:
+                async with aclosing(self._epoch_at(place, model)) as events:
                     async for event in events:
                         yield event
             except MeshnetError as failure:
-                self._route = await self._mending.after(failure, self._route)
-        self._mending.served(self._route)
+                place.route = await self._mending.after(failure, place.route)
+        self._mending.served(place.route)
 
-    def _planner(self, model: ModelSummary) -> Planner:
-        """Plans routes for what is still to be done: to take in prompt and answer so far, and make some of the rest."""
-
-        async def plan(excluded: frozenset[str]) -> Route:
-            left = self._request.max_tokens - len(self._answer)
-            demand = Demand(
-                prompt=self._length,
-                answer=max(1, min(left, USUAL_ANSWER)),
-                entry_ms={link.node_id: link.rtt_ms for link in self._engine.links.told()},
-                explore=self._epoch < 0,
-            )
-            return await self._engine.routes.route(model, excluded, demand)
-
-        return plan
-
-    async def _epoch_of(self, model: ModelSummary) -> AsyncGenerator[Event]:
+    async def _epoch_at(self, place: Place, model: ModelSummary) -> AsyncGenerator[Event]:
         """One epoch: open, prefill what there is, decode until the end, a failure, or the move to another route."""
-        route = await self._open_route(model)
+        route = await place.opened()
         self._mending.opened()
         self._report.epoch_began(route, cached=not self._mending.stateless)
-        self._calls.leave_hops_outside(route, self._epoch)
+        self._calls.leave_hops_outside(route, place.epoch)
         steps = EpochSteps(route, self._engine.transport, self._mending, self._engine.clock, self._engine.links)
-        frames = self._frames(route)
+        frames = EpochFrames(
+            self.session,
+            place.epoch,
+            route.hops[0].layers.start,
+            self._engine.step_deadline_ms,
+            cache=not self._mending.stateless,
+            protocol=route.protocol,
+        )
         async with aclosing(self._first_step(steps, frames)) as events:
             async for event in events:
                 if isinstance(event, FrameReply):
@@ -247,9 +197,9 @@ class Generation:
             if len(self._answer) >= self._request.max_tokens or self._length >= model.max_positions:
                 self.finish_reason = "length"
                 return
-            if reply.draining and await self._moves(reply.draining, route, model):
+            if reply.draining and await place.moves(reply.draining, route):
                 return
-            if await self._returns_to_cache(model):
+            if await place.returns_to_cache():
                 return
             if self._mending.stateless:
                 frame = frames.whole((*self._request.prompt_ids, *self._answer))
@@ -288,127 +238,3 @@ class Generation:
     @property
     def _length(self) -> int:
         return len(self._request.prompt_ids) + len(self._answer)
-
-    # -- a place ------------------------------------------------------------------------------------------------------
-
-    async def _open_route(self, model: ModelSummary) -> Route:
-        """The route that the next epoch is open on."""
-        patient, self._patient = self._patient, True
-        if self._opened and self._route is not None:
-            self._opened = False
-            return self._route
-        if patient:
-            return await self._admit(model)
-        if self._route is None:
-            self._route = await self._mending.new_route(self._planner(model))
-        try:
-            await self._open(self._route, model)
-        except CacheFullError as full:  # it does not wait for what it can do without
-            raise CacheFullError(full.message, never=True, hop_index=full.hop_index, boot=full.boot) from full
-        return self._route
-
-    async def _admit(self, model: ModelSummary) -> Route:
-        """Open a new epoch in this generation's turn; the route that it is open on.
-
-        Raises:
-            NoRoomError: it waited in vain.
-            CacheFullError: it would wait in vain.
-            MeshnetError: something else is in the way, on `_route`.
-        """
-        if self._epoch >= 0 and self._engine.room.waiting:
-            # Nobody holds room on some hops while it waits for room on others: two could wait for each other.
-            self._calls.let_go(self._epoch)
-        arrived = tried = self._engine.clock.now()
-        tries = 0
-
-        async def attempt() -> Route:
-            nonlocal tried, tries
-            tried = self._engine.clock.now()
-            if self._route is None:
-                self._route = await self._mending.new_route(self._planner(model))
-            elif tries:
-                with suppress(MeshnetError):  # the one there was is as good as none
-                    self._route = await self._mending.new_route(self._planner(model))
-            tries += 1
-            await self._open(self._route, model)
-            return self._route
-
-        try:
-            return await self._engine.room.admit(model.name, self._arrival, attempt)
-        finally:
-            self._report.waited(tried - arrived)
-
-    async def _moves(self, draining: tuple[int, ...], route: Route, model: ModelSummary) -> bool:
-        """Whether the session has a place on a route without the hops that drain; asked now and then.
-
-        It keeps the one it has until it has another: nodes that are full would leave it with none.
-        """
-        now = self._engine.clock.now()
-        if self._move_asked_at is not None and now < self._move_asked_at + self._move_poll_s:
-            return False
-        self._move_asked_at = now
-        nodes = frozenset(route.hops[index].node_id for index in draining if index < len(route.hops))
-        try:
-            new = await self._mending.route_without(nodes, self._planner(model))
-        except MeshnetError:
-            return False  # it goes on where it is, for as long as that lasts
-        before, terms = copy(self._prefix), self._terms(new, model)
-        try:
-            replies = await self._calls.open_beside(terms, route, MOVE_OPEN_S)
-        except StayedError as stayed:
-            logger.info("session %s: stays with %s: %s", self.session, ", ".join(sorted(nodes)), stayed)
-            self._prefix = before
-            self._move_poll_s *= 2
-            return False
-        except MeshnetError:
-            self._route, self._epoch = new, terms.epoch
-            raise
-        self._prefix.agree(replies)
-        self._route, self._epoch, self._opened, self._move_poll_s = new, terms.epoch, True, MOVE_POLL_S
-        logger.info("session %s: %s about to leave -> %s", self.session, ", ".join(sorted(nodes)), new)
-        self._mending.left(nodes)
-        return True
-
-    async def _returns_to_cache(self, model: ModelSummary) -> bool:
-        """Whether a session without state tries a cache again, on a fresh route; without one it stays as it is."""
-        if (route := await self._mending.returns_to_cache(self._planner(model))) is None:
-            return False
-        self._route, self._patient = route, False
-        return True
-
-    async def _open(self, route: Route, model: ModelSummary) -> None:
-        """Open a new epoch on all hops at once; where one refuses, what the others set aside is freed again."""
-        terms = self._terms(route, model)
-        self._epoch = terms.epoch
-        self._prefix.agree(await self._calls.open(terms))
-
-    def _terms(self, route: Route, model: ModelSummary) -> OpenDocument:
-        """Those of a new epoch. What a refused open left behind is over, so that each try is an epoch of its own."""
-        tokens = (*self._request.prompt_ids, *self._answer)
-        return OpenDocument(
-            session=self.session,
-            epoch=next(self._epochs),
-            hop_index=0,
-            route=route,
-            wire_dtype=wire_dtype(hop.dtype for hop in route.hops),
-            hidden_size=model.hidden_size,
-            cache=not self._mending.stateless,
-            sampling=self._request.sampling,
-            prompt_length=len(self._request.prompt_ids),
-            prefill_length=len(tokens),
-            expected_length=min(len(self._request.prompt_ids) + self._request.max_tokens, model.max_positions),
-            step_deadline_ms=self._engine.step_deadline_ms,
-            history=tokens,
-            prefix=self._prefix.terms(tokens, cached=not self._mending.stateless),
-            grammar=self._request.grammar,
-        )
-
-    def _frames(self, route: Route) -> EpochFrames:
-        return EpochFrames(
-            self.session,
-            self._epoch,
-            route.hops[0].layers.start,
-            self._engine.step_deadline_ms,
-            cache=not self._mending.stateless,
-            protocol=route.protocol,
-        )

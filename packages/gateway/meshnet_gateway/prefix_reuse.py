@@ -96,6 +96,10 @@ class PrefixReuse:
         if any(reply.snapshots for reply in replies):
             self.cuts = self._wish.keep_at
 
+    def become(self, other: PrefixReuse) -> None:
+        """Be as ``other``, a copy made before: the epoch that terms were for did not come to be."""
+        vars(self).update(vars(other))
+
     def proven(self) -> None:
         """A token came: what the epoch began on was right."""
         if self._untried:

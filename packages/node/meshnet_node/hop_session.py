@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,17 @@ class FrameKey:
     def of(cls, frame: Frame) -> FrameKey:
         digest = hashlib.blake2b(frame.body, digest_size=16).digest()
         return cls(frame.position, frame.seq_len, frame.phase, frame.sample, digest)
+
+
+def check_token_ids(ids: Sequence[int], vocabulary: int) -> None:
+    """Refuse ids that no embedding has a row for; on some devices those would take the whole process along.
+
+    Raises:
+        BadFrameError: names the first of them.
+    """
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise BadFrameError(f"token id {wrong} lies outside the vocabulary of {vocabulary}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +259,8 @@ class HopSession:
                 f"a body of {frame.seq_len} positions of {what} is {frame.seq_len * width} bytes, not {len(frame.body)}"
             )
         if document.hop_index == 0:
-            self._check_token_ids(frame.body)
-
-    def _check_token_ids(self, body: bytes | bytearray | memoryview) -> None:
-        ids = struct.unpack(f"<{len(body) // TOKEN_ID_BYTES}i", body)
-        vocabulary = self.shard.backend.vocab_size
-        wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise BadFrameError(f"token id {wrong} lies outside the vocabulary of {vocabulary}")
+            ids = struct.unpack(f"<{frame.seq_len}i", frame.body)
+            check_token_ids(ids, self.shard.backend.vocab_size)
 
     def _check_phase(self, frame: Frame) -> None:
         if frame.phase is Phase.VERIFY:
