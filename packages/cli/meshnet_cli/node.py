@@ -20,6 +20,7 @@ from meshnet_cli.session_limits import (
     DEFAULT_MAX_SESSIONS,
     DEFAULT_SESSION_TTL_S,
     SessionLimits,
+    parse_bytes,
 )
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
@@ -27,6 +28,8 @@ from meshnet_core.layer_range import LayerRange
 
 if TYPE_CHECKING:
     from meshnet_gateway.api_keys import ApiKeys
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,12 @@ class Place:
 
 def node(
     model: options.Model,
-    layers: Annotated[str, typer.Option("--layers", metavar="FIRST-LAST", help="Which layers, such as 0-20.")],
+    layers: Annotated[
+        str,
+        typer.Option(
+            "--layers", metavar="FIRST-LAST", help=f"Which layers, such as 0-20; {AUTO} leaves it to the tracker."
+        ),
+    ],
     tracker: options.TrackerUrls = None,
     also: Annotated[
         list[str] | None,
@@ -74,6 +82,15 @@ def node(
             help="How many shards are in memory at once; the others are loaded when they are asked for, in place of "
             "the one that was not used for longest.",
             show_default="all of them",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help=f"With --layers {AUTO}: what weights and sessions may take, such as 6GiB.",
+            show_default="four fifths of what is free",
         ),
     ] = None,
     host: options.Host = options.LOOPBACK,
@@ -129,7 +146,9 @@ def node(
     """Hold some layers of MODEL and serve them to a mesh."""
     lifeline.hold_on()
     serving.set_up_logging()
-    choices = [ShardChoice(model, LayerRange.parse(layers)), *map(ShardChoice.parse, also or ())]
+    choices = [] if layers == AUTO else [ShardChoice(model, LayerRange.parse(layers))]
+    choices += map(ShardChoice.parse, also or ())
+    room = _memory(memory, layers, alone=not also and max_loaded_shards is None)
     limits = replace(
         SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace, prefix_reuse=prefix_reuse),
         max_sessions_per_peer=max_sessions_per_peer,
@@ -163,13 +182,30 @@ def node(
     with progress_reporter() as report:
         report("", "starting torch", 0, 1)
         lane_threads = _start_torch(threads)
-        pool = load_pool(choices, max_loaded_shards, dtype.value, device, report)
+        auto = None
+        if choices:
+            pool = load_pool(choices, max_loaded_shards, dtype.value, device, report)
+        else:
+            from meshnet_cli.auto_layers import AutoLayers
+
+            auto = AutoLayers(model, room, dtype.value, device, report)
+            pool = asyncio.run(auto.load(place))
     from meshnet_cli.node_process import serve
 
     gc.collect()
     gc.freeze()
-    asyncio.run(serve(place, pool, limits, lane_threads))
+    asyncio.run(serve(place, pool, limits, lane_threads, auto))
     serving.leave_at_once()
+
+
+def _memory(given: str | None, layers: str, *, alone: bool) -> int | None:
+    if layers == AUTO and not alone:
+        raise InvalidInputError(
+            f"--layers {AUTO} chooses one shard; it goes with neither --also nor --max-loaded-shards"
+        )
+    if given is not None and layers != AUTO:
+        raise InvalidInputError(f"--memory is for --layers {AUTO}; the layers that are given take what they take")
+    return None if given is None else parse_bytes(given, option="--memory")
 
 
 def _listen_for_api(host: str, port: int | None) -> socket.socket:

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from meshnet_cli import gateway, renewal, serving
+from meshnet_cli.auto_layers import AutoLayers
 from meshnet_cli.node import Place
 from meshnet_cli.session_limits import MAX_PREFIXES, SessionLimits
 from meshnet_core import __version__
@@ -46,14 +47,17 @@ DRAIN_POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
 
-async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads: int) -> None:
+async def serve(
+    place: Place, shards: ShardPool, limits: SessionLimits, threads: int, auto: AutoLayers | None = None
+) -> None:
     """Serve with ``threads`` CPU threads until SIGINT or SIGTERM, then drain; leave the tracker and close when no
-    session is left, when the grace is over, or when told once more.
+    session is left, when the grace is over, or when told once more. With ``auto`` the tracker chooses the layers.
 
     Raises:
         InvalidInputError: more bytes are asked for than the device has.
     """
-    clock, boot, started = SystemClock(), mint_boot_id(), time.time_ns() // 1_000_000
+    clock, started = SystemClock(), time.time_ns() // 1_000_000
+    boot = mint_boot_id() if auto is None else auto.boot
     device = torch.device(next(offer.shard.backend.device for offer in shards if offer.shard is not None))
     version = f"{__version__} (torch {torch.__version__}, transformers {transformers.__version__})"
     credentials = None if place.identity is None else place.identity.credentials
@@ -87,10 +91,12 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
             free_bytes=service.store.free_nbytes,
             budget_bytes=service.store.limits.budget_bytes,
             max_sessions=service.store.limits.max_sessions,
+            placement=None if auto is None else auto.placeable(),
         )
 
     def status() -> dict[str, Any]:
-        return {"node": place.node_id, "url": place.url, "version": version, "device": str(device), **service.status()}
+        about = {"node": place.node_id, "url": place.url, "version": version, "device": str(device)}
+        return {**about, **service.status(), **({} if auto is None else {"placement": auto.status()})}
 
     def text_files(fingerprint: str) -> dict[str, bytes] | None:
         return next((dict(offer.text_files) for offer in shards if offer.known.fingerprint == fingerprint), None)
@@ -128,6 +134,8 @@ async def serve(place: Place, shards: ShardPool, limits: SessionLimits, threads:
             SpeedWatch(describe, registration.beat),
         ):
             closing.callback(asyncio.create_task(measuring.run()).cancel)
+        if auto is not None:
+            await closing.enter_async_context(auto.following(shards, service, registration, client, place.node_id))
         if place.api is not None:
             api_app = await closing.enter_async_context(
                 gateway.api_of(place.trackers, gateway.Api(identity=place.identity, keys=place.keys))

@@ -72,10 +72,8 @@ def load_pool(
 def _offer(choice: ShardChoice, files: ModelFiles, dtype: str, device: str, report: ProgressReporter) -> OfferedShard:
     import torch
 
-    from meshnet_core.membership import ShardInfo
     from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
     from meshnet_node.family_support import check_config
-    from meshnet_node.offered_shard import OfferedShard
     from meshnet_node.shard_loader import plan_shard
 
     check_config(files.config, choice.layers)  # before anything is fetched or converted
@@ -84,17 +82,25 @@ def _offer(choice: ShardChoice, files: ModelFiles, dtype: str, device: str, repo
     layers = choice.layers
     folder = files.prepare(layers, dtype=prepared, progress=lambda what, done, total: report("", what, done, total))
     plan = plan_shard(folder, layers, dtype=dtype, device=device)
+    return offered(plan, choice.model, files)
+
+
+def offered(plan: ShardPlan, model: str, files: ModelFiles) -> OfferedShard:
+    """What was planned, to be loaded when it is wanted; ``model`` is MODEL as typed."""
+    from meshnet_core.membership import ShardInfo
+    from meshnet_node.offered_shard import OfferedShard
+
     known = ShardInfo(
         model=files.name,
         fingerprint=files.fingerprint,
-        layers=layers,
+        layers=plan.layers,
         num_layers=plan.num_layers,
         hidden_size=plan.hidden_size,
         max_positions=files.max_positions or plan.max_positions or UNBOUNDED_POSITIONS,
         dtype=plan.dtype,
         weight_bytes=plan.weight_bytes,
     )
-    return OfferedShard(known, partial(_load, plan, choice.model, files), files.text_files())
+    return OfferedShard(known, partial(_load, plan, model, files), files.text_files())
 
 
 def _load(plan: ShardPlan, model: str, files: ModelFiles, progress: Progress) -> TorchModelShard:

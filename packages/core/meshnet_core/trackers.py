@@ -18,6 +18,7 @@ from meshnet_core.errors import InvalidInputError, MeshnetError, TrackerUnreacha
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.link_info import Neighbour
 from meshnet_core.membership import NodeInfo, Snapshot
+from meshnet_core.placeable import Wish
 from meshnet_core.route import Route
 from meshnet_core.tracker_client import TrackerClient, TrackerHealth
 
@@ -91,6 +92,10 @@ class Trackers:
     async def leave(self, node_id: str, *, boot: str | None = None) -> None:
         """As `TrackerClient.leave`."""
         await self._ask(lambda client: client.leave(node_id, boot=boot))
+
+    async def wish(self, node_id: str, *, boot: str) -> Wish:
+        """As `TrackerClient.wish`."""
+        return await self._ask(lambda client: client.wish(node_id, boot=boot))
 
     async def snapshot(self) -> Snapshot:
         """As `TrackerClient.snapshot`."""

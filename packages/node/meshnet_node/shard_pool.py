@@ -110,6 +110,11 @@ class ShardPool:
         return sum(place.offer.shard is not None or place.loading is not None for place in self._places)
 
     @property
+    def loaded_bytes(self) -> int:
+        """Of weights in memory, of shards that were retired too."""
+        return sum(place.offer.weight_bytes for place in self._places if place.offer.shard is not None)
+
+    @property
     def leases(self) -> int:
         """Leases that have not ended, on all shards together."""
         return sum(place.leases for place in self._places)

@@ -1,0 +1,205 @@
+"""`meshnet node --layers auto`: asks the tracker what to hold, loads it, and follows when the tracker thinks otherwise.
+
+The composition alone: what goes where is the tracker's decision, how a node moves is `meshnet_node.shard_mover`'s.
+Importing it imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from meshnet_cli.node import Place
+from meshnet_cli.node_shards import offered
+from meshnet_cli.progress import ProgressReporter
+from meshnet_core import __version__
+from meshnet_core.errors import InvalidInputError, MeshnetError, UnknownNodeError
+from meshnet_core.ids import mint_boot_id
+from meshnet_core.layer_range import LayerRange
+from meshnet_core.membership import NodeInfo
+from meshnet_core.placeable import Placeable
+from meshnet_core.trackers import Trackers
+from meshnet_node.device_memory import free_bytes
+from meshnet_node.model_files import open_model
+from meshnet_node.placeable_model import PlaceableModel
+from meshnet_node.shard_mover import ShardMover
+from meshnet_node.shard_pool import ShardPool
+
+if TYPE_CHECKING:
+    from meshnet_node.hop_service import HopService
+    from meshnet_node.offered_shard import OfferedShard
+    from meshnet_node.registration import Registration
+
+MEMORY_SHARE = 0.8  # of what is free at the start: the rest is for frames, the interpreter and whatever else runs
+ASK_S = 0.5  # between two questions while there is nothing to hold yet
+FOLLOW_S, MOVING_S = 3.0, 0.5  # between two later ones, and while a move is under way
+
+logger = logging.getLogger(__name__)
+
+
+class AutoLayers:
+    """One node's layers of one model, as the tracker wants them.
+
+    Args:
+        model: MODEL as typed.
+        memory: bytes that weights and room for sessions may take; a share of what is free if None.
+        dtype, device: as typed.
+        report: told how far long work is, until the node serves.
+
+    Attributes:
+        boot: the node's boot id, the same while it waits and when it serves.
+
+    Raises:
+        MeshnetError: the model cannot be opened or served in pieces; or more memory than there is.
+    """
+
+    def __init__(self, model: str, memory: int | None, dtype: str, device: str, report: ProgressReporter) -> None:
+        self.boot = mint_boot_id()
+        self._given = model
+        self._report: ProgressReporter | None = report
+        self._model = PlaceableModel(open_model(model), dtype=dtype, device=device)
+        free = free_bytes(self._model.device)
+        if memory is not None and memory > free:
+            raise InvalidInputError(
+                f"--memory {memory} is more than the {free} bytes that are free on {self._model.device.type}"
+            )
+        self._memory = int(MEMORY_SHARE * free) if memory is None else memory
+        self._facts = self._model.facts()
+        self._first: LayerRange | None = None
+        self._mover: ShardMover | None = None
+
+    def placeable(self) -> Placeable:
+        """As it is announced."""
+        target = self._first if self._mover is None else self._mover.target
+        return Placeable(self._memory, self._model.dtype, self._facts, target)
+
+    def status(self) -> dict[str, Any]:
+        """JSON-ready, for ``/healthz``."""
+        place, mover = self.placeable(), self._mover
+        return {
+            "memory": place.memory,
+            "target": None if place.target is None else str(place.target),
+            "moving": mover is not None and mover.is_moving,
+            "moves": 0 if mover is None else mover.moves,
+            "failed_moves": 0 if mover is None else mover.failures,
+        }
+
+    async def load(self, place: Place) -> ShardPool:
+        """Wait for layers from the tracker, and load them; the node is announced, without shards, meanwhile.
+
+        Raises:
+            MeshnetError: no tracker answers, it refuses this node, or the shard cannot be loaded.
+        """
+        tls = None if place.identity is None else place.identity.credentials.client_context()
+        client = Trackers(place.trackers, tls=tls)
+        try:
+            try:
+                self._first = layers = await self._asked(client, place)
+                async with self._announcing(client, place):
+                    return await asyncio.to_thread(self._load, layers)
+            except BaseException:
+                with suppress(MeshnetError):
+                    await client.leave(place.node_id, boot=self.boot)
+                raise
+        finally:
+            await client.close()
+
+    @asynccontextmanager
+    async def following(
+        self, shards: ShardPool, service: HopService, registration: Registration, client: Trackers, node_id: str
+    ) -> AsyncIterator[None]:
+        """While the block runs, do what the tracker wants."""
+        self._report = None
+        self._mover = mover = ShardMover(
+            shards,
+            self._first or next(iter(shards)).layers,
+            make_offer=self._offer,
+            fits_beside=lambda offer: self._fits(offer, shards),
+            announce=registration.beat,
+            make_idle=lambda shard: service.store.evict_idle(lambda held: held.shard is shard),
+        )
+        following = asyncio.create_task(self._follow(mover, service, client, node_id), name="follow the tracker")
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await mover.close()
+
+    # -- before it serves ---------------------------------------------------------------------------------------------
+
+    def _info(self, place: Place) -> NodeInfo:
+        return NodeInfo(
+            node_id=place.node_id,
+            url=place.url,
+            boot=self.boot,
+            version=__version__,
+            device=self._model.device.type,
+            shards=(),
+            placement=self.placeable(),
+        )
+
+    async def _asked(self, client: Trackers, place: Place) -> LayerRange:
+        if self._report is not None:
+            self._report("", "asking the tracker for layers", 0, 1)
+        while True:
+            await client.heartbeat(self._info(place))
+            with suppress(UnknownNodeError):  # a tracker that restarted just now
+                if (layers := (await client.wish(place.node_id, boot=self.boot)).layers) is not None:
+                    logger.info("to hold layers %s of %s", layers, self._facts.model)
+                    return layers
+            await asyncio.sleep(ASK_S)
+
+    @asynccontextmanager
+    async def _announcing(self, client: Trackers, place: Place) -> AsyncIterator[None]:
+        async def beat() -> None:
+            while True:
+                with suppress(MeshnetError):
+                    await client.heartbeat(self._info(place))
+                await asyncio.sleep(FOLLOW_S)
+
+        beating = asyncio.create_task(beat(), name="announce while loading")
+        try:
+            yield
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+
+    def _load(self, layers: LayerRange) -> ShardPool:
+        pool = ShardPool([self._offer(layers)], free_bytes=partial(free_bytes, self._model.device))
+        pool.load_first(lambda offer, done, total: self._show(f"loading {offer}", done, total))
+        return pool
+
+    def _offer(self, layers: LayerRange) -> OfferedShard:
+        files = self._model.files
+        folder = files.prepare(layers, dtype=self._model.dtype, progress=self._show)
+        return offered(self._model.plan(folder, layers), self._given, files)
+
+    def _show(self, what: str, done: int, total: int) -> None:
+        if self._report is not None:
+            self._report("", what, done, total)
+
+    # -- while it serves ----------------------------------------------------------------------------------------------
+
+    def _fits(self, offer: OfferedShard, shards: ShardPool) -> bool:
+        beside = shards.loaded_bytes + offer.weight_bytes <= self._memory
+        return beside and offer.weight_bytes <= free_bytes(self._model.device)
+
+    async def _follow(self, mover: ShardMover, service: HopService, client: Trackers, node_id: str) -> None:
+        said = ""
+        while True:
+            await asyncio.sleep(MOVING_S if mover.is_moving else FOLLOW_S)
+            try:
+                wish = await client.wish(node_id, boot=self.boot)
+            except MeshnetError as error:  # the heartbeats tell of a tracker that is away
+                if error.message != said:
+                    logger.info("not told what to hold: %s", error.message)
+                said = error.message
+                continue
+            said = ""
+            if not service.draining:
+                mover.told(wish)
