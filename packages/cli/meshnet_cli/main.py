@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshnet_cli import chat, complaint, demo, gateway, join, mesh, node, route, tracker, up, verify
+from meshnet_cli import chat, complaint, demo, gateway, join, mesh, node, plan, route, tracker, up, verify
 from meshnet_core import __version__
 
 app = typer.Typer(
@@ -46,6 +46,7 @@ app.command("gateway")(gateway.gateway)
 app.command("route")(route.route)
 app.command("join")(join.join)
 app.add_typer(mesh.app, name="mesh")
+app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("demo", hidden=True)(demo.demo)
 
