@@ -141,6 +141,8 @@ def test_bare_meshnet_shows_the_help() -> None:
         ("gateway", "--api-key --api-keys-file --no-api-key --tls-certificate --tls-key"),
         ("up", "--nodes --splits --port --dtype --device --threads --recovery --step-deadline"),
         ("chat", "--url --message -m --model --temperature"),
+        ("node", "--memory"),
+        ("plan", "--on --on-mesh --tracker --dtype --prompt --context --json"),
         ("verify", "--splits --tokens --dtype --device --json"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from announcements import node, shard
-from meshnet_cli import plan as plan_module
+from meshnet_cli import find_trackers
 from meshnet_cli.machine_text import MachineText
 from meshnet_cli.main import app
 from meshnet_core.errors import InvalidInputError
@@ -117,7 +117,7 @@ def test_machines_of_a_mesh_count_with_what_was_measured_on_them(folder: Path, m
     async def snapshot(*_: object, **__: object) -> Snapshot:
         return Snapshot(nodes)
 
-    monkeypatch.setattr(plan_module, "_snapshot", snapshot)
+    monkeypatch.setattr(find_trackers, "snapshot_of", snapshot)
     found = planned(folder, "--on-mesh")
     assert layers(found) == {"auto": "0-5", "fixed": "6-11"}
     assert {row["machine"]: row["guessed"] for row in found["machines"]} == {"auto": True, "fixed": False}
@@ -127,6 +127,6 @@ def test_a_mesh_without_the_model_is_told(folder: Path, monkeypatch: pytest.Monk
     async def snapshot(*_: object, **__: object) -> Snapshot:
         return Snapshot(())
 
-    monkeypatch.setattr(plan_module, "_snapshot", snapshot)
+    monkeypatch.setattr(find_trackers, "snapshot_of", snapshot)
     result = CliRunner().invoke(app, ["plan", str(folder), "--on-mesh"])
     assert "no node of the mesh serves tiny" in str(result.exception)

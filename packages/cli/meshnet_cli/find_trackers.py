@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from meshnet_cli import trust
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.errors import InvalidInputError, TrackerUnreachableError
+
+if TYPE_CHECKING:
+    from meshnet_core.membership import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +57,18 @@ async def trackers_for(given: Sequence[str], identity: trust.Identity | None, *,
 
 
 MeshnetErrors = list[TrackerUnreachableError]
+
+
+async def snapshot_of(given: Sequence[str], identity: trust.Identity | None, *, insecure: bool) -> Snapshot:
+    """The nodes that the first tracker that answers knows; arguments and errors are those of `trackers_for`."""
+    from meshnet_core.tracker_client import TrackerClient
+
+    url, *_ = await trackers_for(given, identity, insecure=insecure)
+    client = TrackerClient(url, tls=None if identity is None else identity.credentials.client_context())
+    try:
+        return await client.snapshot()
+    finally:
+        await client.close()
 
 
 async def of_mesh(pin: str | None) -> list[str]:

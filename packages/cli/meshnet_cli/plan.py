@@ -37,7 +37,7 @@ def plan(
     on_mesh: Annotated[
         bool, typer.Option("--on-mesh", help="The machines that serve MODEL in the mesh of --tracker, as well.")
     ] = False,
-    tracker: options.TrackerUrl = None,
+    tracker: options.TrackerUrls = None,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     prompt: Annotated[
         int, typer.Option("--prompt", min=1, metavar="N", help="Tokens of a prompt, for the time to the first token.")
@@ -57,7 +57,11 @@ def plan(
     if tracker is not None and not on_mesh:
         raise InvalidInputError("--tracker says where the mesh of --on-mesh is; give both or neither")
     facts = _facts(model, context)
-    snapshot = asyncio.run(_snapshot(tracker, mesh, insecure=insecure)) if on_mesh else None
+    snapshot = None
+    if on_mesh:
+        identity = trust.identity_for(options.LOOPBACK, mesh, insecure=insecure, command="plan")
+        given = options.tracker_urls(tracker)
+        snapshot = asyncio.run(find_trackers.snapshot_of(given, identity, insecure=insecure))
     machines = _machines(written, snapshot, facts, None if dtype is options.DtypeChoice.AUTO else dtype.value)
     found = _Plan.made(facts, machines, prompt)
     if as_json:
@@ -199,18 +203,6 @@ def _facts(model: str, context: int) -> ModelFacts:
     from meshnet_node.placeable_model import PlaceableModel
 
     return PlaceableModel(open_model(model), device="cpu").facts(context)
-
-
-async def _snapshot(tracker: str | None, mesh: Any, *, insecure: bool) -> Snapshot:
-    from meshnet_core.tracker_client import TrackerClient
-
-    identity = trust.identity_in(mesh) if not insecure else None
-    found, *_ = await find_trackers.trackers_for([tracker] if tracker else [], identity, insecure=insecure)
-    client = TrackerClient(found, tls=None if identity is None else identity.credentials.client_context())
-    try:
-        return await client.snapshot()
-    finally:
-        await client.close()
 
 
 def _machines(

@@ -13,11 +13,8 @@ from meshnet_cli import find_trackers, options, trust
 from meshnet_core.demand import USUAL_POSITIONS, Demand
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.table import Table
 
-    from meshnet_core.membership import Snapshot
     from meshnet_core.route_explanation import RouteExplanation, Speed
 
 PIPED_WIDTH = 160  # columns, where nobody's terminal says how many
@@ -47,7 +44,7 @@ def route(
     from meshnet_core.route_explanation import explain_route
 
     identity = trust.identity_for(options.LOOPBACK, mesh, insecure=insecure, command="route")
-    snapshot = asyncio.run(_snapshot(options.tracker_urls(tracker), identity, insecure=insecure))
+    snapshot = asyncio.run(find_trackers.snapshot_of(options.tracker_urls(tracker), identity, insecure=insecure))
     told = explain_route(snapshot, model, frozenset(without or ()), demand=Demand(prompt, answer))
     if as_json:
         document = told.to_json()
@@ -57,17 +54,6 @@ def route(
         _show(told)
     else:
         print(told.route)
-
-
-async def _snapshot(given: Sequence[str], identity: trust.Identity | None, *, insecure: bool) -> Snapshot:
-    from meshnet_core.tracker_client import TrackerClient
-
-    url, *_ = await find_trackers.trackers_for(given, identity, insecure=insecure)
-    client = TrackerClient(url, tls=None if identity is None else identity.credentials.client_context())
-    try:
-        return await client.snapshot()
-    finally:
-        await client.close()
 
 
 def _show(told: RouteExplanation) -> None:
