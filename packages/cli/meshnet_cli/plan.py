@@ -29,9 +29,9 @@ def plan(
         typer.Option(
             "--on",
             metavar="MACHINE",
-            help="A machine: [NAME=]DEVICE:MEMORY[/DTYPE][@LAYERms][+HOPms], such as gpu:24GiB or "
-            "desk=cpu:16GiB@1.5ms; DEVICE is gpu, mps or cpu, the times are of one layer and of one hop. Give it once "
-            "for each.",
+            help="A machine: DEVICE:MEMORY, such as gpu:24GiB, or with more said of it, "
+            "NAME=DEVICE:MEMORY/DTYPE@LAYERms+HOPms, such as desk=cpu:16GiB@1.5ms; DEVICE is gpu, mps or cpu, the "
+            "times are of one layer and of one hop. Give it once for each.",
         ),
     ] = None,
     on_mesh: Annotated[
