@@ -10,7 +10,7 @@ from typing import Any
 from in_process_mesh import MODEL, TinyMesh, random_prompt
 from meshnet_core.prefix import EVERYONE
 from meshnet_core.sampling import SampledToken, SamplingParams
-from meshnet_gateway.generation import Generation, GenerationRequest
+from meshnet_gateway.generation import Generation, GenerationEngine, GenerationRequest
 from meshnet_gateway.prefix_reuse import PrefixWish
 from meshnet_gateway.recovery import Replay
 from meshnet_node.cache_store import StoreLimits
@@ -48,6 +48,7 @@ class Chat:
         count: tokens of an answer.
         chunk: positions in one prefill frame.
         during: called after each token with how many there are.
+        engine: a gateway's; a new one for each turn, which remembers nothing, if not given.
     """
 
     mesh: TinyMesh
@@ -60,6 +61,7 @@ class Chat:
     said: list[int] = field(default_factory=lambda: list(SYSTEM))
     turns: list[Turn] = field(default_factory=list)
     during: Callable[[Generation, int], None] = lambda generation, made: None
+    engine: GenerationEngine | None = None
 
     async def turn(self, question: Sequence[int] | None = None) -> Turn:
         question = random_prompt(7, seed=1000 * self.seed + len(self.turns)) if question is None else question
@@ -76,7 +78,8 @@ class Chat:
         request = GenerationRequest(
             MODEL, tuple(prompt), self.count, sampling, frozenset({END}), recovery=self.recovery, prefix=wish
         )
-        generation = self.mesh.engine(chunk=self.chunk).start(request)
+        engine = self.engine or self.mesh.engine(chunk=self.chunk)
+        generation = engine.start(request)
         tokens: list[SampledToken] = []
         try:
             async with aclosing(aiter(generation)) as events:

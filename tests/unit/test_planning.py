@@ -8,6 +8,7 @@ import time
 import pytest
 
 from announcements import node, shard, snapshot
+from meshnet_core.demand import Demand
 from meshnet_core.errors import LayersUnavailableError, ModelNotFoundError
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import Snapshot
@@ -66,6 +67,14 @@ def test_a_hop_more_is_worth_it_only_where_it_saves_more_than_it_costs() -> None
     assert chosen(snapshot(whole, *small_gain)) == "z[0-29]"
     large_gain = [node("a", "0-14"), node("b", shard("15-29", decode_ms=0.5))]
     assert chosen(snapshot(whole, *large_gain)) == "a[0-14] -> b[15-29]"
+
+
+def test_who_holds_what_a_prompt_begins_with_is_preferred_for_what_it_saves() -> None:
+    snap = snapshot(node("a", "0-29"), node("b", shard("0-29", decode_ms=1.05)))
+    asked = {"prompt": 2000, "answer": 100}
+    assert chosen(snap, demand=Demand(**asked)) == "a[0-29]"
+    assert chosen(snap, demand=Demand(**asked, held={"b": 1900})) == "b[0-29]"
+    assert chosen(snap, demand=Demand(**asked, held={"b": 10})) == "a[0-29]"
 
 
 @pytest.mark.parametrize("load", [{"queued": 1}, {"sessions": 1}])

@@ -15,6 +15,7 @@ from meshnet_core.open_document import OpenDocument, OpenReply
 from meshnet_core.prefix import MAX_MARKS, Mark, PrefixTerms, marks_of
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
+from meshnet_gateway.prefix_memory import PrefixMemory, Whose
 from meshnet_gateway.prefix_reuse import BLOCK, PrefixReuse, PrefixWish, longest_shared
 from meshnet_gateway.prefix_scope import scope_of
 from meshnet_gateway.prompt_points import chat_wish, text_wish
@@ -56,10 +57,12 @@ def test_there_are_never_more_marks_than_a_document_takes() -> None:
 
 
 WISH = PrefixWish("mine", (3,))
+ALONE = Route("m", "f", 4, (Hop("a", "http://a", LayerRange(0, 4)),))
+ROUTE = Route("m", "f", 4, (Hop("a", "http://a", LayerRange(0, 2)), Hop("b", "http://b", LayerRange(2, 4))))
 
 
 def reuse(prompt: Sequence[int], wish: PrefixWish | None = WISH, *, exact: bool = False) -> PrefixReuse:
-    return PrefixReuse(wish, prompt, frozenset({STOP}), exact=exact)
+    return PrefixReuse(wish, prompt, frozenset({STOP}), exact=exact, memory=PrefixMemory())
 
 
 def test_marks_are_at_blocks_at_the_points_of_the_prompt_and_where_turns_ended() -> None:
@@ -92,14 +95,14 @@ def test_what_did_not_work_is_not_tried_again_before_a_token_came() -> None:
     begun = []
     for _ in range(3):
         one.terms(prompt, cached=True)
-        one.agree(replies)
+        one.agree(ROUTE, replies)
         begun.append(one.begin)
     assert begun == [32, 0, 0]
     assert one.cuts == (3,)
     one.proven()
     assert one.cached_tokens == 0
     one.terms([*prompt, 7], cached=True)
-    one.agree(replies)
+    one.agree(ROUTE, replies)
     assert one.begin == 32
 
 
@@ -107,11 +110,11 @@ def test_cached_tokens_are_those_that_the_first_token_did_not_cost() -> None:
     prompt = [5] * 70
     one = reuse(prompt)
     one.terms(prompt, cached=True)
-    one.agree([OpenReply("b", held=(64,))])
+    one.agree(ALONE, [OpenReply("b", held=(64,))])
     assert one.cached_tokens == 0
     one.proven()
     one.terms([*prompt, 7], cached=True)
-    one.agree([OpenReply("b", held=(32,))])
+    one.agree(ALONE, [OpenReply("b", held=(32,))])
     one.proven()
     assert one.cached_tokens == 64
 
@@ -121,7 +124,7 @@ def test_without_state_without_a_wish_or_exactly_there_is_nothing_to_begin_on() 
     for one, cached in ((reuse(prompt), False), (reuse(prompt, None), True), (reuse(prompt, exact=True), True)):
         terms = one.terms(prompt, cached=cached)
         if terms is not None:  # an exact answer may leave what it made
-            one.agree([OpenReply("b", held=(64,), snapshots=True)])
+            one.agree(ALONE, [OpenReply("b", held=(64,), snapshots=True)])
         one.proven()
         assert (one.begin, one.cuts, one.cached_tokens) == (0, (), 0)
 
@@ -130,10 +133,51 @@ def test_what_is_left_are_the_blocks_beyond_the_prefill_and_both_ends() -> None:
     prompt, answer = [5] * 30, [6] * 40
     one = reuse(prompt)
     one.terms(prompt, cached=True)
+    assert one.left(prompt) == ()  # not before it is open
+    one.agree(ALONE, [OpenReply("b")])
     left = one.left([*prompt, *answer])
     assert [mark.position for mark in left] == [BLOCK, 2 * BLOCK, 69, 70]
     assert set(left) <= set(marks_of([*prompt, *answer, 9], range(80)))
     assert reuse(prompt, None).left(prompt) == ()
+
+
+def test_nodes_are_remembered_by_what_answers_left_on_them_until_they_say_otherwise() -> None:
+    prompt, memory = [5] * 70, PrefixMemory()
+    first, second = (PrefixReuse(WISH, prompt, frozenset(), exact=False, memory=memory) for _ in range(2))
+    assert first.held("f", prompt) == {}
+    first.terms(prompt, cached=True)
+    first.agree(ROUTE, [OpenReply("b"), OpenReply("b")])
+    first.left([*prompt, 6, 7])
+    longer = [*prompt, 6, 7, 9]
+    assert second.held("f", longer) == {"a": 64, "b": 64}
+    assert second.held("g", longer) == {}
+    stranger = PrefixReuse(PrefixWish("yours", (3,)), prompt, frozenset(), exact=False, memory=memory)
+    assert stranger.held("f", longer) == {}
+    second.terms(longer, cached=True)
+    second.agree(ROUTE, [OpenReply("b", held=(3, 32)), OpenReply("b", held=(3, 32, 64))])
+    assert second.begin == 32
+    assert second.held("f", longer) == {}  # it is in doubt until a token came
+    second.proven()
+    assert second.held("f", longer) == {"a": 32, "b": 64}
+
+
+def test_what_cannot_be_cut_back_is_remembered_where_it_is_kept_alone() -> None:
+    prompt, memory = [5] * 70, PrefixMemory()
+    one = PrefixReuse(WISH, prompt, frozenset(), exact=False, memory=memory)
+    one.terms(prompt, cached=True)
+    one.agree(ALONE, [OpenReply("b", snapshots=True)])
+    one.left([*prompt, 6, 7])
+    assert memory.held(Whose("mine", "f"), marks_of(prompt, range(70))) == {"a": 3}
+
+
+def test_a_memory_is_bounded_and_forgets_what_was_not_used_longest() -> None:
+    memory, whose = PrefixMemory(most=3), Whose("mine", "f")
+    marks = marks_of(range(10), range(11))
+    memory.learn(whose, marks[:3], ["a"])
+    memory.learn(whose, marks[:1], ["b"])
+    memory.learn(whose, marks[3:4], ["c"])
+    assert len(memory) == 3
+    assert memory.held(whose, marks[:2]) == {"a": 1, "b": 1}
 
 
 # -- the points of a prompt -------------------------------------------------------------------------------------------

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from in_process_mesh import TinyMesh, add_node, random_prompt, tiny_mesh
+from meshnet_core.coverage import ModelSummary
+from meshnet_core.demand import Demand
 from meshnet_core.errors import MissReason
 from meshnet_core.frames import Frame, Phase
+from meshnet_core.route import Route
 from meshnet_gateway.recovery import Replay
 from meshnet_node.cache_store import SessionKey
 from prefix_chat import HOLDING, SYSTEM, Chat, Turn, far_apart
@@ -317,3 +320,25 @@ async def test_every_byte_held_is_counted_and_none_twice(tiny_model: TinyModel, 
             assert service.store.nbytes == service.status()["prefix_bytes"] == sum(storages.values()) > 0
             if family == CUT_BACK:  # what a longer state serves too is not held beside it
                 assert len(service.store.prefixes) == len(chats)
+
+
+# -- routes -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_route_is_asked_for_with_what_nodes_hold_of_the_prompt(tiny_model: TinyModel) -> None:
+    async with tiny_mesh(tiny_model(CUT_BACK), FAMILIES[CUT_BACK], limits=HOLDING) as mesh:
+        demands: list[Demand] = []
+        plain = mesh.route
+
+        async def route(model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None) -> Route:
+            assert demand is not None
+            demands.append(demand)
+            return await plain(model, excluded, demand)
+
+        mesh.route = route  # type: ignore[method-assign]
+        chat, other = Chat(mesh, 1), Chat(mesh, 2)
+        chat.engine = other.engine = mesh.engine()
+        turns = [await each.turn() for each in (chat, chat, other)]
+        nodes = [url.removeprefix("http://") for url in mesh.urls]
+        assert [demand.held for demand in demands] == [{}, *(dict.fromkeys(nodes, turn.cached) for turn in turns[1:])]
+        assert [demand.explore for demand in demands] == [True, False, False]

@@ -32,6 +32,7 @@ from meshnet_gateway.generation_request import GenerationRequest
 from meshnet_gateway.hop_calls import HopCalls
 from meshnet_gateway.mending import Mending
 from meshnet_gateway.place import Place, Routes
+from meshnet_gateway.prefix_memory import PrefixMemory
 from meshnet_gateway.prefix_reuse import PrefixReuse
 from meshnet_gateway.recovery import Replay
 from meshnet_gateway.waiting_room import WaitingRoom
@@ -80,6 +81,7 @@ class GenerationEngine:
         self.sleep = sleep
         self.room = room or WaitingRoom(clock)
         self.arrivals = itertools.count()
+        self.prefixes = PrefixMemory()
 
     def start(self, request: GenerationRequest) -> Generation:
         """A generation, with its session id minted; nothing happens before it is iterated."""
@@ -106,7 +108,9 @@ class Generation:
         self._calls = HopCalls(self.session, engine.transport, engine.sleep)
         self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
         exact = (request.recovery or engine.recovery) is Replay.EXACT
-        self._prefix = PrefixReuse(request.prefix, request.prompt_ids, request.stop_ids, exact=exact)
+        self._prefix = PrefixReuse(
+            request.prefix, request.prompt_ids, request.stop_ids, exact=exact, memory=engine.prefixes
+        )
         self._mending = Mending(
             self._calls,
             self._report,

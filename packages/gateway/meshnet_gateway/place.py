@@ -155,7 +155,7 @@ class Place:
         except MeshnetError:
             self.route, self.epoch = new, terms.epoch
             raise
-        self._prefix.agree(replies)
+        self._prefix.agree(new, replies)
         self.route, self.epoch, self._opened, self._move_poll_s = new, terms.epoch, True, MOVE_POLL_S
         logger.info("session %s: %s about to leave -> %s", terms.session, ", ".join(sorted(nodes)), new)
         self._mending.left(nodes)
@@ -196,11 +196,13 @@ class Place:
     async def _plan(self, excluded: frozenset[str]) -> Route:
         """A route for what is still to be done: to take in prompt and answer so far, and make some of the rest."""
         left = self._request.max_tokens - len(self._answer)
+        held = self._prefix.held(self._model.fingerprint, (*self._request.prompt_ids, *self._answer))
         demand = Demand(
             prompt=len(self._request.prompt_ids) + len(self._answer),
             answer=max(1, min(left, USUAL_ANSWER)),
             entry_ms={link.node_id: link.rtt_ms for link in self._engine.links.told()},
-            explore=self.epoch < 0,
+            held=held,
+            explore=self.epoch < 0 and not held,
         )
         return await self._engine.routes.route(self._model, excluded, demand)
 
@@ -208,7 +210,7 @@ class Place:
         """Open a new epoch on all hops at once; where one refuses, what the others set aside is freed again."""
         terms = self._terms(route)
         self.epoch = terms.epoch
-        self._prefix.agree(await self._calls.open(terms))
+        self._prefix.agree(route, await self._calls.open(terms))
 
     def _terms(self, route: Route) -> OpenDocument:
         """Those of a new epoch. What a refused open left behind is over, so that each try is an epoch of its own."""

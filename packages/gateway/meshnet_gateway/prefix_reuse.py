@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from meshnet_core.open_document import OpenReply
 from meshnet_core.prefix import EVERYONE, Mark, PrefixTerms, marks_of
+from meshnet_core.route import Route
+from meshnet_gateway.prefix_memory import PrefixMemory, Whose
 
 BLOCK = 32  # positions: what a partial match loses at most, against the length of an open document
 MAX_ENDS = 512  # stop tokens that are looked at, the last ones
@@ -51,6 +53,7 @@ class PrefixReuse:
         prompt: its token ids.
         stop_ids: tokens that end answers.
         exact: state is to be the same bits as without prefixes, so none is used; see ADR-0017.
+        memory: of the nodes that hold some; it learns from this one.
 
     Attributes:
         begin: position at which the newest epoch begins.
@@ -59,7 +62,13 @@ class PrefixReuse:
     """
 
     def __init__(
-        self, wish: PrefixWish | None, prompt: Sequence[int], stop_ids: frozenset[int], *, exact: bool
+        self,
+        wish: PrefixWish | None,
+        prompt: Sequence[int],
+        stop_ids: frozenset[int],
+        *,
+        exact: bool,
+        memory: PrefixMemory,
     ) -> None:
         self.begin = 0
         self.cuts: tuple[int, ...] = ()
@@ -68,6 +77,10 @@ class PrefixReuse:
         self._prompt_length = len(prompt)
         self._stop_ids = stop_ids
         self._exact = exact
+        self._memory = memory
+        self._terms: PrefixTerms | None = None  # of the newest epoch
+        self._route: Route | None = None  # that the newest epoch is open on
+        self._snapshots = False  # some hop of it cannot cut its state back
         self._filled = 0  # positions that the newest epoch prefills
         self._untried = True  # no token came yet
         self._in_doubt = False  # an epoch began on a prefix, and gave no token yet
@@ -77,23 +90,36 @@ class PrefixReuse:
 
         None for an epoch without state, ``cached`` false, and where the request wants no prefixes.
         """
-        self.begin, self.cuts, self._filled = 0, (), len(tokens)
+        self.begin, self.cuts, self._filled, self._terms, self._route = 0, (), len(tokens), None, None
         if self._wish is None or not cached:
             return None
-        keep_at = set(self._wish.keep_at)
-        at = {*_blocks(0, len(tokens)), *_ends(tokens, self._stop_ids), *keep_at, *self._wish.look_at, len(tokens)}
-        marks = marks_of(tokens, at)
+        marks = self._marks(self._wish, tokens)
         marked = {mark.position for mark in marks}
-        return PrefixTerms(self._wish.scope, marks, tuple(sorted(keep_at & marked)))
+        keep_at = tuple(sorted(marked.intersection(self._wish.keep_at)))
+        self._terms = PrefixTerms(self._wish.scope, marks, keep_at)
+        return self._terms
 
-    def agree(self, replies: Sequence[OpenReply]) -> None:
-        """Settle where the epoch begins, and how it is cut, by what all hops told at open."""
-        if self._wish is None or self._exact:
+    def held(self, fingerprint: str, tokens: Sequence[int]) -> dict[str, int]:
+        """How many positions of ``tokens`` nodes are thought to hold, by node id; nothing where none may be used."""
+        if self._wish is None or self._exact or self._in_doubt:
+            return {}
+        return self._memory.held(Whose(self._wish.scope, fingerprint), self._marks(self._wish, tokens))
+
+    def agree(self, route: Route, replies: Sequence[OpenReply]) -> None:
+        """Settle where the epoch begins, and how it is cut, by what all hops of ``route`` told at open."""
+        if self._wish is None or self._terms is None:
+            return
+        whose = Whose(self._wish.scope, route.fingerprint)
+        for hop, reply in zip(route.hops, replies, strict=True):
+            self._memory.correct(whose, self._terms.marks, hop.node_id, reply.held)
+        self._route = route
+        self._snapshots = any(reply.snapshots for reply in replies)
+        if self._exact:
             return
         if not self._in_doubt:  # what went wrong once may go wrong again: then from the start
             self.begin = longest_shared((reply.held for reply in replies), self._filled)
             self._in_doubt = self.begin > 0
-        if any(reply.snapshots for reply in replies):
+        if self._snapshots:
             self.cuts = self._wish.keep_at
 
     def become(self, other: PrefixReuse) -> None:
@@ -107,11 +133,21 @@ class PrefixReuse:
         self._untried = self._in_doubt = False
 
     def left(self, tokens: Sequence[int]) -> tuple[Mark, ...]:
-        """Marks under which hops may hold the state on, of prompt and answer; nothing where the request forbids it."""
-        if self._wish is None or not self._filled:
+        """Marks under which the hops of the newest epoch may hold on the state of ``tokens``; () where they may not."""
+        if self._wish is None or self._terms is None or (route := self._route) is None:
             return ()
         ends = {len(tokens) - 1, len(tokens)}  # the last token may not have been run
-        return marks_of(tokens, {*_blocks(self._filled, len(tokens)), *ends})
+        left = marks_of(tokens, {*_blocks(self._filled, len(tokens)), *ends})
+        there = (*self._terms.marks, *left)
+        if self._snapshots:
+            there = tuple(mark for mark in there if mark.position in {*self._terms.keep_at, *ends})
+        nodes = list(dict.fromkeys(hop.node_id for hop in route.hops))
+        self._memory.learn(Whose(self._wish.scope, route.fingerprint), there, nodes)
+        return left
+
+    def _marks(self, wish: PrefixWish, tokens: Sequence[int]) -> tuple[Mark, ...]:
+        at = {*_blocks(0, len(tokens)), *_ends(tokens, self._stop_ids), *wish.keep_at, *wish.look_at, len(tokens)}
+        return marks_of(tokens, at)
 
 
 def _blocks(start: int, stop: int) -> range:
