@@ -91,12 +91,6 @@ def test_a_frame_that_does_not_fit_is_refused(changes: dict[str, object], messag
         run(shard, hidden_work(None, **changes))
 
 
-@pytest.mark.parametrize("bad", [-1, VOCAB, 2**31 - 1])
-def test_token_ids_outside_the_vocabulary_are_refused(bad: int, models: Models) -> None:
-    with pytest.raises(BadFrameError, match=f"token id {bad} is outside the vocabulary of {VOCAB}"):
-        run(models.shard("llama", 0, 2), token_work([5, bad, 7]))
-
-
 def test_a_state_of_another_position_or_range_is_a_miss_and_stays_usable(shard: TorchModelShard) -> None:
     state = shard.new_state(1)
     run(shard, hidden_work(state))

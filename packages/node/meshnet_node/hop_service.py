@@ -34,7 +34,7 @@ from meshnet_node.cache_store import CacheStore, SessionKey
 from meshnet_node.constraint import Constraint, GrammarCompiler
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.frame_runs import DOWNSTREAM_MARGIN, FrameRuns, SampleFunction, is_acknowledged
-from meshnet_node.hop_session import HopSession
+from meshnet_node.hop_session import HopSession, check_token_ids
 from meshnet_node.marked_errors import MarkedErrors
 from meshnet_node.prefix_use import PrefixUse
 from meshnet_node.shard_pool import ShardLease, ShardPool
@@ -241,9 +241,7 @@ class HopService:
             raise DrainingError("this node is draining and takes no new sessions")
         backend = lease.shard.backend
         named = (*document.history, *(token for token, _ in document.sampling.logit_bias))
-        wrong = next((token for token in named if not 0 <= token < backend.vocab_size), None)
-        if wrong is not None:
-            raise BadFrameError(f"token id {wrong} lies outside the vocabulary of {backend.vocab_size}")
+        check_token_ids(named, backend.vocab_size)
         state = backend.new_state(document.hop.layers.start) if document.cache else None
         session = HopSession(document, lease, state, history=list(document.history), constraint=constraint)
         self._prefixes.offer(session)  # what it could begin from is the last of the prefixes to give way to it
