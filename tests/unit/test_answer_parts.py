@@ -59,6 +59,9 @@ TABLE: list[tuple[Callable[[], TextReader], str, list[Part]]] = [
     (hermes, f"{CALL} and so", [F, Content(" and so")]),
     (hermes, CALL.removesuffix("\n</tool_call>"), [F]),  # the model ended without the closing tag
     (hermes, CALL[:30], [Content(CALL[:30])]),  # cut
+    (hermes, CALL.replace("ü", "}}</tool_call> 1"), [ToolCall("f", '{"a": "}}</tool_call> 1"}')]),  # as was seen
+    (hermes, CALL.replace("ü", '\\\\\\"</tool_call>'), [ToolCall("f", '{"a": "\\\\\\"</tool_call>"}')]),
+    (hermes, f'<tool_call>"</tool_call>{CALL}', [Content(f'<tool_call>"</tool_call>{CALL}')]),
     (hermes, "<tool_call>nonsense</tool_call>", [Content("<tool_call>nonsense</tool_call>")]),
     (hermes, CALL.replace('"f"', '"h"'), [Content(CALL.replace('"f"', '"h"'))]),  # no such function
     (hermes, CALL.replace('{"a": "ü"}', "[1]"), [Content(CALL.replace('{"a": "ü"}', "[1]"))]),
@@ -93,7 +96,7 @@ def test_parts(reader: Callable[[], TextReader], text: str, expected: list[Part]
 @given(
     st.sampled_from([hermes, llama3, thinking, opened]),
     st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}',
-                              " ", "\n", "<", "a", "<tool", "{"]), max_size=12),
+                              " ", "\n", "<", "a", "<tool", "{", '"', "\\"]), max_size=12),
     st.data(),
 )  # fmt: skip
 @example(hermes, ["a", " ", "<", "a"], None)

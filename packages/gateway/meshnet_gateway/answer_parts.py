@@ -6,6 +6,7 @@ once it is known to be one; whatever looks like one and is not, is content.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -127,14 +128,15 @@ class CallingText:
                 text = self._held[:free].rstrip() if self._left else self._held
                 self._held = self._held[len(text) :]
                 return found + _content(text)
-            inside, ended, rest = after.partition(self._form.end)
-            if not ended:
+            end = _outside_strings(after, self._form.end)
+            if end < 0:
                 text = before.rstrip()
                 self._held = self._held[len(text) :]
                 return found + _content(text)
+            inside, rest = after[:end], after[end + len(self._form.end) :]
             call = read_call(inside, self._names)
             if call is None:
-                found += _content(before + begun + inside + ended)
+                found += _content(before + begun + inside + self._form.end)
             else:
                 found += [*_content(before.rstrip()), call]
                 self._left -= 1
@@ -157,6 +159,17 @@ TextReader = PlainText | ThinkingText | CallingText
 
 def _content(text: str) -> list[Part]:
     return [Content(text)] if text else []
+
+
+def _outside_strings(text: str, tag: str) -> int:
+    """Where ``tag`` first stands in JSON outside of its strings, in which a model may well write it; -1 for nowhere."""
+    within = False
+    for found in re.finditer(rf'\\.|"|{re.escape(tag)}', text, re.DOTALL):
+        if found[0] == '"':
+            within = not within
+        elif found[0] == tag and not within:
+            return found.start()
+    return -1
 
 
 def _beginning_of(tag: str, text: str) -> int:
