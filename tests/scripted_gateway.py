@@ -17,7 +17,7 @@ REPORT = {"session": "s-1", "completion_tokens": 2, "tokens_per_s": 12.5, "ttft_
 
 @dataclass
 class ScriptedGateway:
-    """Answers each chat with the next of ``answers``, piece by piece.
+    """Answers each chat with the next of ``answers``, piece by piece; what is in parentheses is thought.
 
     Attributes:
         answers: pieces of each answer; an exception as a piece becomes an error in the stream, None hangs.
@@ -56,7 +56,8 @@ class ScriptedGateway:
             elif isinstance(piece, Exception):
                 await response.write(_data({"error": {"message": str(piece), "code": "x"}}))
             else:
-                await response.write(_data({"choices": [{"delta": {"content": piece}}]}))
+                field = "reasoning_content" if piece.startswith("(") else "content"
+                await response.write(_data({"choices": [{"delta": {field: piece}}]}))
         await response.write(_data({"choices": [{"delta": {}, "finish_reason": "stop"}], "meshnet": REPORT}))
         await response.write(b"data: [DONE]\n\n")
         return response

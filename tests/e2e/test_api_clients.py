@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.real_model, pytest.mark.long, pytest.mark.timeout(1200
 
 MODEL = "SmolLM2-135M-Instruct"
 NPM_OPENAI = "7.59.0"
-OTHERS = ("litellm==1.110.2", "llm==0.36")
+OTHERS = ("litellm==1.110.2", "llm==0.36", "anthropic==2.14.0")
 MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -258,7 +258,7 @@ def test_the_npm_client(api: str) -> None:
 
 
 def others() -> Path:
-    """A folder with litellm and llm, apart from this project's own packages, whose versions they would change."""
+    """A folder with litellm, llm and anthropic, apart from this project's packages, whose pins they would move."""
     name = "-".join(other.replace("==", "-") for other in OTHERS)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", "packages", *OTHERS]
@@ -291,3 +291,21 @@ def test_llm(api: str, tmp_path: Path) -> None:
     arguments = ["-m", "llm", "-m", "mesh", "Why is the sky blue?", "-o", "max_tokens", "8", "--no-log"]
     assert run_python(arguments, LLM_USER_PATH=str(tmp_path), OPENAI_API_KEY="none")
     assert run_python([*arguments, "--no-stream"], LLM_USER_PATH=str(tmp_path), OPENAI_API_KEY="none")
+
+
+def test_anthropics_client(api: str) -> None:
+    script = (
+        "import sys, anthropic\n"
+        "client = anthropic.Anthropic(base_url=sys.argv[1], api_key='none', max_retries=0)\n"
+        "fields = dict(model=sys.argv[2], max_tokens=8, temperature=0, system='Be brief.',\n"
+        "    messages=[{'role': 'user', 'content': 'Why is the sky blue?'}])\n"
+        "whole = client.messages.create(**fields)\n"
+        "with client.messages.stream(**fields) as stream:\n"
+        "    text = ''.join(stream.text_stream)\n"
+        "    final = stream.get_final_message()\n"
+        "assert text == whole.content[0].text == final.content[0].text, (text, whole, final)\n"
+        "assert whole.stop_reason == final.stop_reason == 'max_tokens'\n"
+        "assert whole.usage.output_tokens == final.usage.output_tokens == 8\n"
+        "print(text)"
+    )
+    assert run_python(["-c", script, api.removesuffix("/v1"), MODEL])

@@ -21,6 +21,14 @@ def test_one_question_gets_its_answer_and_the_speed() -> None:
     assert gateway.requests[0]["temperature"] == 0.6
 
 
+def test_what_the_model_thinks_is_shown_beside_the_answer_and_is_no_part_of_it() -> None:
+    with serving(ScriptedGateway([["(let me", "( see", "hello"]])) as gateway:
+        done = run("chat", "--url", gateway.url, "--message", "hi")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hello\n"
+    assert "(let me( see\n\n" in done.stderr
+
+
 def test_the_model_and_the_temperature_can_be_chosen() -> None:
     with serving(ScriptedGateway([["ok"]], models=["tiny", "other"])) as gateway:
         result = run("chat", "--url", gateway.url, "-m", "hi", "--model", "other", "--temperature", "0")

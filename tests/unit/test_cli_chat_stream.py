@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from meshnet_cli.chat_stream import Ended, Event, Gateway, Prefill, StreamReader, Text
+from meshnet_cli.chat_stream import Ended, Event, Gateway, Prefill, StreamReader, Text, Thought
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.errors import InvalidInputError
 
@@ -40,6 +40,11 @@ def test_a_stream_becomes_progress_text_and_an_end() -> None:
         Text("llo"),
         Ended("stop", {"completion_tokens": 2}, {"session": "s-1"}),
     ]
+
+
+def test_what_a_model_thinks_comes_apart() -> None:
+    thought = 'data: {"choices": [{"delta": {"reasoning_content": "let me see"}}]}'
+    assert read([thought, *STREAM])[0] == Thought("let me see")
 
 
 def test_a_stream_without_its_end_was_cut_short() -> None:

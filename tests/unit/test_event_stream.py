@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
+from meshnet_gateway.answer_shapes import CompletionShape
 from meshnet_gateway.event_stream import EventStream
-from meshnet_gateway.jobs import FAREWELL
+from meshnet_gateway.jobs import farewell
+from meshnet_gateway.text_model import TextModel
+from tiny_tokenizers import byte_level_files
+
+FAREWELL = farewell(CompletionShape(TextModel.from_files("tiny", "f" * 64, byte_level_files())))
 
 
 class Connection:

@@ -112,17 +112,26 @@ def _converse(partner: Partner) -> None:
 
 async def _answer(partner: Partner, messages: list[Message], pieces: list[str]) -> None:
     """Show an answer as it comes; ``pieces`` gets what has come, also if it is stopped."""
-    from meshnet_cli.chat_stream import Ended, Prefill, Text
+    from meshnet_cli.chat_stream import Ended, Prefill, Text, Thought
 
-    shown = _PrefillLine()
+    shown, thinking = _PrefillLine(), False
     sampling = {"temperature": partner.temperature, "top_p": TOP_P}
     async with partner.gateway as gateway:
         async for event in gateway.chat(partner.model, messages, **sampling):
             match event:
                 case Prefill(done, total):
                     shown.update(done, total)
+                case Thought(text):
+                    shown.clear()
+                    thinking = True
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
                 case Text(text):
                     shown.clear()
+                    if thinking:
+                        thinking = False
+                        sys.stderr.write("\n\n")
+                        sys.stderr.flush()
                     pieces.append(text)
                     sys.stdout.write(text)
                     sys.stdout.flush()

@@ -42,6 +42,13 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """The next piece of what a model that thinks says before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The answer is whole; ``report`` is the gateway's ``meshnet`` object."""
 
@@ -50,7 +57,7 @@ class Ended:
     report: dict[str, Any] = field(default_factory=dict)
 
 
-Event = Prefill | Text | Ended
+Event = Prefill | Thought | Text | Ended
 
 
 class Gateway:
@@ -172,6 +179,8 @@ class StreamReader:
         events: list[Event] = []
         for choice in chunk.get("choices", []):
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            if thought := choice.get("delta", {}).get("reasoning_content"):
+                events.append(Thought(thought))
             if text := choice.get("delta", {}).get("content"):
                 events.append(Text(text))
         return events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
@@ -65,8 +66,17 @@ class AnswerShape(Protocol):
         """The chunks that tell how one answer ended."""
         ...
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        """The chunk after all of them, where usage was asked for."""
+    def ending(self, usage: Usage) -> list[dict[str, Any]]:
+        """The chunks after all answers."""
+        ...
+
+    def encode(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk, or an error in OpenAI's shape, as a server-sent event."""
+        ...
+
+    @property
+    def last(self) -> bytes:
+        """What ends a stream, be it after an error."""
         ...
 
 
@@ -102,8 +112,15 @@ class _Shape:
             more = {"usage": None, **more}
         return self._document(self.chunk_object, [{"index": index, **choice}], **more)
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        return self._document(self.chunk_object, [], usage=usage.to_json())
+    def ending(self, usage: Usage) -> list[dict[str, Any]]:
+        return [self._document(self.chunk_object, [], usage=usage.to_json())] if self.with_usage else []
+
+    def encode(self, chunk: dict[str, Any]) -> bytes:
+        return server_sent(chunk)
+
+    @property
+    def last(self) -> bytes:
+        return b"data: [DONE]\n\n"
 
     def _text_of(self, token: int) -> str:
         return self.model.token_bytes(token).decode(errors="replace")
@@ -235,6 +252,12 @@ class CompletionShape(_Shape):
             columns["text_offset"].append(self._offsets.get(index, 0))
             self._offsets[index] = self._offsets.get(index, 0) + len(text)
         return columns
+
+
+def server_sent(document: dict[str, Any], name: str = "") -> bytes:
+    """One server-sent event, with a name where it has one."""
+    data = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + data.encode() + b"\n\n"
 
 
 def _text(parts: Sequence[Part]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -20,9 +21,10 @@ from meshnet_core.errors import MeshnetError
 from meshnet_core.turned_away import TurnedAway
 from meshnet_gateway.api_errors import error_object, from_mesh, from_validation, retry_headers
 from meshnet_gateway.api_keys import ApiKeys, KeyCheck
-from meshnet_gateway.api_routes import Door, door_of, endpoint_of, router
+from meshnet_gateway.api_routes import MESSAGES, Door, door_of, endpoint_of, router
 from meshnet_gateway.body_limit import BodyLimit
 from meshnet_gateway.jobs import Jobs
+from meshnet_gateway.messages_shape import error_document
 from meshnet_gateway.ports import Engine, Mesh, TextModels, WaitingFigures
 from meshnet_gateway.releases import Releases
 from meshnet_gateway.status import GatewayFigures
@@ -94,24 +96,31 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
     door_of(request).figures.ended(endpoint_of(request), "refused")
-    code, document = from_validation(error.errors(), error.body)
-    return JSONResponse(document, code)
+    return _error(request, *from_validation(error.errors(), error.body))
 
 
-async def _failed(_: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     if not isinstance(error, MeshnetError):
         raise error
-    code, document = from_mesh(error)
-    return JSONResponse(document, code, headers=retry_headers(error))
+    return _error(request, *from_mesh(error), headers=retry_headers(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     message = f"{error.detail}: {request.method} {request.url.path}"
-    return JSONResponse(error_object(error.status_code, message), error.status_code, headers=error.headers)
+    return _error(request, error.status_code, error_object(error.status_code, message), headers=error.headers)
 
 
-async def _broken(_: Request, error: Exception) -> Response:
+async def _broken(request: Request, error: Exception) -> Response:
     logger.error("a request failed", exc_info=error)
-    return JSONResponse(error_object(500, "the gateway failed; its log tells why", code="internal"), 500)
+    return _error(request, 500, error_object(500, "the gateway failed; its log tells why", code="internal"))
+
+
+def _error(
+    request: Request, status: int, document: dict[str, Any], *, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An error in the shape that the endpoint's clients read."""
+    if request.url.path == MESSAGES:
+        document = error_document(status, document)
+    return JSONResponse(document, status, headers=headers)

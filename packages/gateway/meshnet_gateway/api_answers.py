@@ -103,6 +103,55 @@ class CompletionAnswer(_Answer):
     meshnet: dict[str, Any]
 
 
+class MessagesUsage(_Answer):
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+
+
+class TextBlock(_Answer):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(_Answer):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(_Answer):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessagesAnswer(_Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "tool_use"]
+    stop_sequence: None
+    usage: MessagesUsage
+    meshnet: dict[str, Any]
+
+
+class MessagesErrorFields(_Answer):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(_Answer):
+    """The body of every answer of that endpoint that is an error."""
+
+    type: Literal["error"]
+    error: MessagesErrorFields
+
+
 class ModelFacts(_Answer):
     fingerprint: str
     layers: int

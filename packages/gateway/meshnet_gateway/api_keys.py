@@ -74,8 +74,10 @@ class KeyCheck:
         address = str((scope.get("client") or ("?",))[0])
         key_id: str | None = None
         if self._keys is not None and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
+            headers = dict(scope["headers"])
+            given = headers.get(b"authorization", b"")
             key = given[len(_PREFIX) :].strip() if given[: len(_PREFIX)].lower() == _PREFIX else b""
+            key = key or headers.get(b"x-api-key", b"")  # where Anthropic's clients put it
             key_id = self._keys.identify(key)
             if key_id is None:
                 self._doorkeeper.turn_away("wrong_key" if key else "no_key", address)

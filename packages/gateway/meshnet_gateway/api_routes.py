@@ -16,16 +16,28 @@ from pydantic import BaseModel
 from meshnet_core import __version__
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.errors import MeshnetError, ModelNotFoundError
-from meshnet_gateway.api_answers import ChatAnswer, CompletionAnswer, Health, ModelEntry, ModelList, NotReady, Ready
+from meshnet_gateway.api_answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    Health,
+    MessagesAnswer,
+    MessagesErrorBody,
+    ModelEntry,
+    ModelList,
+    NotReady,
+    Ready,
+)
 from meshnet_gateway.api_errors import ErrorBody, error_object
 from meshnet_gateway.api_types import ChatRequest, CompletionRequest, GenerationFields
 from meshnet_gateway.event_stream import ClientGoneError, EventStream, while_connected
-from meshnet_gateway.job_kinds import chat_job, completion_job
-from meshnet_gateway.jobs import FAREWELL, Job, Jobs, outcome_of
+from meshnet_gateway.job_kinds import chat_job, completion_job, messages_job
+from meshnet_gateway.jobs import Job, Jobs, farewell, outcome_of
+from meshnet_gateway.messages_types import MessagesRequest
 from meshnet_gateway.ports import Mesh, TextModels
 from meshnet_gateway.prefix_scope import scope_of
 from meshnet_gateway.status import GatewayFigures
 
+MESSAGES = "/v1/messages"
 CLIENT_GONE = 499  # nginx's status for it; nobody reads it, but access logs show it
 
 
@@ -84,6 +96,22 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         return await asyncio.to_thread(completion_job, endpoint_of(request), body, model, _scope(request, body))
 
     return await _answer(request, body, prepare)
+
+
+@router.post(
+    MESSAGES,
+    response_model=None,
+    responses={**_answers(MessagesAnswer), "4XX": {"model": MessagesErrorBody}, "5XX": {"model": MessagesErrorBody}},
+)
+async def messages(request: Request, body: MessagesRequest) -> Response:
+    """An answer to a conversation, as Anthropic's clients ask for one."""
+    chat = body.as_chat()
+
+    async def prepare() -> Job:
+        model = await door_of(request).texts.get(body.model)
+        return await asyncio.to_thread(messages_job, endpoint_of(request), chat, model, _scope(request, chat))
+
+    return await _answer(request, chat, prepare)
 
 
 @router.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})
@@ -158,7 +186,7 @@ async def _answer(request: Request, body: GenerationFields, prepare: Callable[[]
             raise
         headers = {"x-request-id": job.shape.id}
         if body.stream:
-            return EventStream(door.jobs.streamed(job), headers, FAREWELL)
+            return EventStream(door.jobs.streamed(job), headers, farewell(job.shape))
         return JSONResponse(await door.jobs.whole(job), headers=headers)
 
     try:
@@ -174,7 +202,7 @@ def _scope(request: Request, body: GenerationFields) -> str:
 
 def endpoint_of(request: Request) -> str:
     """How the figures call the endpoint of a request for a generation."""
-    return "chat" if request.url.path.endswith("/chat/completions") else "completions"
+    return {"/v1/chat/completions": "chat", MESSAGES: "messages"}.get(request.url.path, "completions")
 
 
 def _model(summary: ModelSummary, created: int) -> dict[str, Any]:

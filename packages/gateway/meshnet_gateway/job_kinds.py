@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from meshnet_gateway.api_tools import NamedTool
 from meshnet_gateway.api_types import ChatRequest, CompletionRequest
 from meshnet_gateway.chat_prompt import instructed, schema_instructions
 from meshnet_gateway.jobs import Job, make_job
+from meshnet_gateway.messages_shape import MessagesShape
 from meshnet_gateway.prompt_points import Messages, Render, chat_wish, text_wish
 from meshnet_gateway.text_model import TextModel
 from meshnet_gateway.tool_format import HERMES, ToolFormat, instructions, written_out
@@ -43,6 +45,12 @@ def _echoed(body: CompletionRequest, model: TextModel) -> dict[int, str]:
         for prompt in body.prompts
     ]
     return dict(enumerate(text for text in texts for _ in range(body.n or 1)))
+
+
+def messages_job(endpoint: str, body: ChatRequest, model: TextModel, scope: str) -> Job:
+    """As `chat_job`, for Anthropic's clients."""
+    job = chat_job(endpoint, body, model, scope)
+    return replace(job, shape=MessagesShape(model, job.prompt_tokens))
 
 
 def chat_job(endpoint: str, body: ChatRequest, model: TextModel, scope: str) -> Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
@@ -186,19 +185,18 @@ class Jobs:
                             chunks += shape.closing(index, runs[index].answer.finish_reason, runs[index].report())
                         if chunks:
                             begun = True
-                            yield b"".join(map(_data, chunks))
-                ending = _data(shape.usage(_usage(job, runs))) if job.fields.include_usage else b""
-                yield ending + _DONE
+                            yield b"".join(map(shape.encode, chunks))
+                yield b"".join(map(shape.encode, shape.ending(_usage(job, runs)))) + shape.last
         except MeshnetError as error:
             if not begun:
                 raise
-            yield _data(from_mesh(error)[1]) + _DONE
+            yield shape.encode(from_mesh(error)[1]) + shape.last
         except Exception:
             if not begun:
                 raise
             # The status is out long since; the client is told, and the log has the traceback.
             logger.exception("answer %s broke off", shape.id)
-            yield _data(error_object(500, "the gateway failed; its log tells why", code="internal")) + _DONE
+            yield shape.encode(error_object(500, "the gateway failed; its log tells why", code="internal")) + shape.last
 
     @asynccontextmanager
     async def _running(self, job: Job) -> AsyncIterator[list[_Run]]:
@@ -282,12 +280,6 @@ def _report(runs: Sequence[_Run]) -> dict[str, Any]:
     return reports[0] if len(reports) == 1 else {"choices": reports}
 
 
-def _data(document: dict[str, Any]) -> bytes:
-    return (
-        b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
-    )
-
-
-_DONE = b"data: [DONE]\n\n"
-FAREWELL = _data(error_object(503, "the gateway is stopping; ask again", code="gateway_stopping")) + _DONE
-"""The last events of a stream that the gateway's own end cuts short."""
+def farewell(shape: AnswerShape) -> bytes:
+    """The last events of a stream that the gateway's own end cuts short."""
+    return shape.encode(error_object(503, "the gateway is stopping; ask again", code="gateway_stopping")) + shape.last
