@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from meshnet_core.errors import ModelNotFoundError, UnsupportedModelError
@@ -22,6 +22,7 @@ from meshnet_core.text_file_names import TEXT_FILE_NAMES
 from meshnet_node.atomic_file import renamed_when_done
 from meshnet_node.cache_folder import writing_to_cache
 from meshnet_node.fingerprint import hub_fingerprint
+from meshnet_node.hub_download import HubFile, check_room, fetch
 from meshnet_node.tensor_index import INDEX_NAME, read_weight_map
 from meshnet_node.text_files import read_text_files
 
@@ -50,11 +51,13 @@ class _Listing:
         commit: names the revision.
         texts: the small files it has, of those that are used here.
         weights: the hub's hash of each weight file, by name.
+        sizes: bytes of each, as far as the hub tells; empty in what an older version of meshnet has kept.
     """
 
     commit: str
     texts: list[str]
     weights: dict[str, str]
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 class HubModel:
@@ -84,15 +87,36 @@ class HubModel:
     def prepare(self, layers: LayerRange, *, dtype: str, progress: Progress | None = None) -> Path:
         """Fetch the weight files that hold tensors of these layers, and say where they are.
 
-        The hub client draws its own progress bars; ``progress`` is told files done and in all.
+        A download that was interrupted goes on where it broke off. ``progress`` is told bytes, of all files together.
         """
         del dtype  # safetensors stay as they are
         names = self._files_for(layers)
-        for done, name in enumerate(names):
-            if progress is not None:
-                progress(f"fetching {name} of {self.hub_id}", done, len(names))
-            self._fetch([name])
-        return self._folder
+        missing = [self._file(name) for name in names if not self._is_here(name)]
+        if missing and not self._reachable:
+            raise self._unreachable([file.name for file in missing])
+        check_room(missing)
+        total, done = sum(file.size or 0 for file in missing), 0
+        for file in missing:
+
+            def tell(nbytes: int, file: HubFile = file, before: int = done) -> None:
+                if progress is not None:
+                    progress(f"fetching {file.name} of {self.hub_id}", before + nbytes, max(total, before + nbytes))
+
+            fetch(file, tell)
+            done += file.size or 0
+        return self._fetch(names)
+
+    def _file(self, name: str) -> HubFile:
+        listing = self._listing
+        return HubFile(self.hub_id, listing.commit, name, listing.weights[name], listing.sizes.get(name))
+
+    def _is_here(self, name: str) -> bool:
+        """Whether the hub client has it; one that it only misses the link to is linked by `_fetch`."""
+        found = try_to_load_from_cache(self.hub_id, name, revision=self._listing.commit)
+        return isinstance(found, str) and Path(found).is_file()
+
+    def _unreachable(self, names: list[str]) -> ModelNotFoundError:
+        return ModelNotFoundError(f"{', '.join(names)} of {self.hub_id} is not here, and the hub cannot be reached")
 
     def _files_for(self, layers: LayerRange) -> list[str]:
         if INDEX_NAME not in self._listing.texts:
@@ -111,7 +135,7 @@ class HubModel:
             if all((folder / name).is_file() for name in names):
                 return folder
         if not self._reachable:  # the client would try for half a minute more
-            raise ModelNotFoundError(f"{', '.join(names)} of {self.hub_id} is not here, and the hub cannot be reached")
+            raise self._unreachable(names)
         try:
             return Path(str(snapshot_download(self.hub_id, **where)))
         except Exception as error:  # the hub client raises whatever its HTTP library does
@@ -182,4 +206,4 @@ def _read_listing(hub_id: str, info: ModelInfo) -> _Listing:
         )
     texts = [name for name in (*TEXT_FILE_NAMES, INDEX_NAME) if name in files]
     hashes = {name: file.lfs.sha256 if file.lfs is not None else str(file.blob_id) for name, file in weights.items()}
-    return _Listing(str(info.sha), texts, hashes)
+    return _Listing(str(info.sha), texts, hashes, {name: file.size for name, file in weights.items() if file.size})
