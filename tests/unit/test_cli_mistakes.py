@@ -75,6 +75,7 @@ def taken_port() -> Iterator[int]:
         ),
         (["gateway", "--tracker", NOBODY, "--tls-key", "/no/file", "--port", "0"], 2, r"give both or neither"),
         (["node", "m", "--layers", "0", "--tracker", NOBODY, "--no-api-key"], 2, r"the API that --api serves"),
+        (["gateway", "--tracker", "http://192.0.2.1:7400", "--port", "0"], 2, r"not encrypted.*--insecure"),
         (["mesh", "show"], 1, r"this machine is in no mesh"),
         (["join", "nonsense"], 2, r"'nonsense' is no ticket"),
         (["join", "meshnet-eyJ2IjoxLCJ"], 2, r"this ticket is not whole"),

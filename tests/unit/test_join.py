@@ -16,7 +16,7 @@ from mesh_identities import machine_of, new_mesh, secured
 from meshnet_cli import renewal
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_cli.join import enroll
-from meshnet_cli.trust import Identity
+from meshnet_cli.trust import Identity, identity_in
 from meshnet_core import certificates
 from meshnet_core.clock import SystemClock
 from meshnet_core.doorkeeper import Doorkeeper
@@ -249,6 +249,18 @@ async def test_a_certificate_is_renewed_through_a_tracker_before_it_ends(mesh: M
     assert before != after
     assert certificates.owner_of_pem(before) == certificates.owner_of_pem(after)
     assert certificates.common_name(after) == "kitchen"
+
+
+def test_an_ended_certificate_is_told_before_anything_is_started(mesh: MeshFolder, tmp_path: Path) -> None:
+    machine_of(mesh, tmp_path / "kitchen", ended=timedelta(days=3))
+    with pytest.raises(InvalidInputError, match="join again with a new ticket"):
+        identity_in(tmp_path / "kitchen")
+    ended = machine_of(mesh, tmp_path / "garage", ended=timedelta(days=3))
+    for name in ("certificate.pem", "key.pem"):  # as if the mesh's first machine had been off for a year
+        (mesh.path / name).write_bytes((ended.path / name).read_bytes())
+    identity = identity_in(mesh.path)
+    assert identity is not None
+    assert certificates.expires_at(mesh.certificate_path.read_bytes()) > certificates.utc_now()
 
 
 async def test_the_authoritys_own_machine_renews_by_itself(mesh: MeshFolder) -> None:

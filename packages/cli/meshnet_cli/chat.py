@@ -14,7 +14,7 @@ from meshnet_cli import options
 from meshnet_core.errors import MeshnetError, ModelNotFoundError
 
 if TYPE_CHECKING:
-    from meshnet_cli.chat_stream import Ended, Gateway
+    from meshnet_cli.chat_stream import Ended, Gateway, GatewayUnreachableError
 
 Message = dict[str, str]
 
@@ -32,7 +32,9 @@ class Partner:
 
 
 def chat(
-    url: Annotated[str, typer.Option("--url", help="The gateway's API.")] = options.DEFAULT_API_URL,
+    url: Annotated[
+        str | None, typer.Option("--url", help="The gateway's API.", show_default=options.DEFAULT_API_URL)
+    ] = None,
     message: Annotated[
         str | None, typer.Option("--message", "-m", metavar="TEXT", help="Say this, show the answer and leave.")
     ] = None,
@@ -53,14 +55,30 @@ def chat(
     ] = None,
 ) -> None:
     """Chat with the model that a mesh serves."""
-    from meshnet_cli.chat_stream import Gateway
+    from meshnet_cli.chat_stream import Gateway, GatewayUnreachableError
 
-    gateway = Gateway(url, api_key)
-    partner = Partner(gateway, asyncio.run(_model_of(gateway, model)), temperature)
+    gateway = Gateway(url or options.DEFAULT_API_URL, api_key)
+    try:
+        served = asyncio.run(_model_of(gateway, model))
+    except GatewayUnreachableError as error:
+        if url is None:
+            _tell_of_others(error)
+        raise
+    partner = Partner(gateway, served, temperature)
     if message is not None:
         asyncio.run(_answer(partner, [{"role": "user", "content": message}], []))
         return
     _converse(partner)
+
+
+def _tell_of_others(error: GatewayUnreachableError) -> None:
+    """Where none was named: those on the local network. Only a person can tell whether one of them is to be trusted
+    with what is said, and with an API key."""
+    from meshnet_cli import mdns
+
+    if found := asyncio.run(mdns.find_apis()):
+        named = " or ".join(f"--url {one}" for one in found)
+        error.message += f". On the local network there is one: if it is yours, meshnet chat {named}"
 
 
 async def _model_of(gateway: Gateway, wanted: str | None) -> str:

@@ -26,6 +26,10 @@ SILENCE_TIMEOUT_S = 120.0  # longer than a gateway waits for one step of its nod
 _PREFILL = re.compile(r": meshnet prefill (\d+)/(\d+)")
 
 
+class GatewayUnreachableError(CommandFailedError):
+    """Nothing answers at the gateway's address."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """``done`` of ``total`` tokens of the prompt have been taken in."""
@@ -136,9 +140,9 @@ class Gateway:
             raise CommandFailedError(error_text(document, response.status))
         return document
 
-    def _unreachable(self, error: BaseException) -> CommandFailedError:
+    def _unreachable(self, error: BaseException) -> GatewayUnreachableError:
         reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-        return CommandFailedError(
+        return GatewayUnreachableError(
             f"no gateway answers at {self.url} ({reason}); start one with `meshnet up smollm2`, "
             "or name yours with --url"
         )

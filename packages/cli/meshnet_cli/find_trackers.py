@@ -32,6 +32,13 @@ async def trackers_for(given: Sequence[str], identity: trust.Identity | None, *,
         TrackerUnreachableError: none of those given answers.
         CommandFailedError: none was found, or none of those found answers.
     """
+    if identity is None and not insecure:
+        for url in given:
+            if url.startswith("http://") and not trust.is_loopback_url(url):
+                raise InvalidInputError(
+                    f"{url} is on another machine and not encrypted: what is asked would pass in the clear. "
+                    "Join its mesh with `meshnet join TICKET`, or say --insecure if that is meant"
+                )
     if given:
         return await _answering(given, identity)
     if identity is None and not insecure:
@@ -75,7 +82,7 @@ async def of_mesh(pin: str | None) -> list[str]:
     """Addresses of trackers on the local network: of the mesh with a pin, or of none."""
     from meshnet_cli import mdns
 
-    return await mdns.find(pin)
+    return await mdns.find_trackers(pin)
 
 
 async def _answering(urls: Sequence[str], identity: trust.Identity | None) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshnet_cli import access, find_trackers, lifeline, options, renewal, serving, trust
+from meshnet_cli import access, find_trackers, lifeline, mdns, options, renewal, serving, trust
 from meshnet_gateway.recovery import Replay
 
 if TYPE_CHECKING:
@@ -38,6 +38,26 @@ class Api:
     keys: ApiKeys | None = None
 
 
+@dataclass(frozen=True)
+class Front:
+    """Where an API is to be met.
+
+    Attributes:
+        host, sock: what it listens on.
+        tls: what it serves HTTPS with; None for HTTP.
+        announce: whether it can be found on the local network.
+    """
+
+    host: str
+    sock: socket.socket
+    tls: serving.TlsFiles | None
+    announce: bool
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.tls is None else "https"
+
+
 def gateway(
     tracker: options.TrackerUrls = None,
     host: options.Host = options.LOOPBACK,
@@ -54,6 +74,7 @@ def gateway(
         typer.Option("--tls-certificate", metavar="FILE", help="Certificate chain, PEM, to serve the API over HTTPS."),
     ] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = None,
+    announce: options.Announce = True,
 ) -> None:
     """Serve the OpenAI-style API of a mesh at /v1."""
     lifeline.hold_on()
@@ -61,24 +82,34 @@ def gateway(
     identity = trust.identity_for(host, mesh, insecure=insecure, command="gateway")
     keys = access.keys_for(host, access.KeyOptions(api_key or (), api_keys_file, no_api_key), insecure=insecure)
     tls = serving.tls_files(tls_certificate, tls_key)
-    sock = serving.listen(host, port)
+    front = Front(host, serving.listen(host, port), tls, announce)
     api = Api(recovery, step_deadline, identity, keys)
-    asyncio.run(_serve(options.tracker_urls(tracker), host, sock, api, tls, insecure=insecure))
+    asyncio.run(_serve(options.tracker_urls(tracker), front, api, insecure=insecure))
 
 
-async def _serve(
-    given: Sequence[str], host: str, sock: socket.socket, api: Api, tls: serving.TlsFiles | None, *, insecure: bool
-) -> None:
+async def _serve(given: Sequence[str], front: Front, api: Api, *, insecure: bool) -> None:
     trackers = await find_trackers.trackers_for(given, api.identity, insecure=insecure)
     stopped = serving.stop_event()
     async with (
         renewal.keeping_renewed(api.identity),
         api_of(trackers, api) as app,
-        serving.serving_asgi(app, sock, tls),
+        serving.serving_asgi(app, front.sock, front.tls),
+        _found(front, api),
     ):
-        scheme = "http" if tls is None else "https"
-        serving.say_ready(f"{serving.url_of(host, serving.port_of(sock), scheme)}/v1")
+        serving.say_ready(f"{serving.url_of(front.host, serving.port_of(front.sock), front.scheme)}/v1")
         await stopped.wait()
+
+
+@asynccontextmanager
+async def _found(front: Front, api: Api) -> AsyncIterator[None]:
+    """Announced on the local network, where others can reach it."""
+    if not front.announce or trust.is_loopback(front.host):
+        yield
+        return
+    pin = None if api.identity is None else api.identity.folder.pin()
+    addresses, port = serving.addresses_of(front.host), serving.port_of(front.sock)
+    async with mdns.announced(mdns.API, addresses, port, front.scheme, pin):
+        yield
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Trackers on the local network by multicast DNS: announced by each, found by whoever needs one.
+"""Trackers and APIs on the local network by multicast DNS: announced by each, found by whoever needs one.
 
 It brings addresses and nothing else: anybody on the network can announce anything. The mesh's pin in an announcement
 only tells which of several meshes an address claims to be of.
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroconf.asyncio import AsyncServiceInfo
 
-SERVICE = "_meshnet-tracker._tcp.local."
+TRACKER = "_meshnet-tracker._tcp.local."
+API = "_meshnet-api._tcp.local."
 PIN_LENGTH = 16  # hex digits of the pin that are announced: enough to tell meshes apart
 SEARCH_S = 3.0
 MORE_S = 0.3  # once one was found, others that answered the same question may still come
@@ -26,12 +27,16 @@ logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def announced(addresses: Sequence[str], port: int, pin: str | None) -> AsyncIterator[None]:
-    """Have a tracker at ``addresses`` (IPv4) found while the block runs; that it cannot be is no reason not to run.
+async def announced(
+    service: str, addresses: Sequence[str], port: int, scheme: str, pin: str | None
+) -> AsyncIterator[None]:
+    """Have a tracker or an API at ``addresses`` found while the block runs; that it cannot be is no reason not to run.
 
     Args:
-        addresses: where it is dialled.
+        service: `TRACKER` or `API`.
+        addresses: where it is dialled, IPv4.
         port: likewise.
+        scheme: ``http`` or ``https``.
         pin: of its mesh; None without certificates.
     """
     try:
@@ -40,16 +45,16 @@ async def announced(addresses: Sequence[str], port: int, pin: str | None) -> Asy
 
         network = AsyncZeroconf()
     except OSError as error:
-        logger.warning("this tracker is not announced on the local network: %s", error)
+        logger.warning("not announced on the local network: %s", error)
         yield
         return
     host = socket.gethostname().partition(".")[0][:40] or "tracker"
     info = AsyncServiceInfo(
-        SERVICE,
-        f"{host}-{port}.{SERVICE}",
+        service,
+        f"{host}-{port}.{service}",
         port=port,
         addresses=[socket.inet_aton(address) for address in addresses],
-        properties=_properties(pin),
+        properties=_properties(scheme, pin),
         server=f"{host}-{port}.local.",
     )
     try:
@@ -57,14 +62,23 @@ async def announced(addresses: Sequence[str], port: int, pin: str | None) -> Asy
             await network.async_register_service(info, allow_name_change=True)
             logger.info("announced on the local network as %s at %s", info.get_name(), ", ".join(addresses))
         except (OSError, NonUniqueNameException) as error:
-            logger.warning("this tracker is not announced on the local network: %s", error)
+            logger.warning("not announced on the local network: %s", error)
         yield
     finally:
         await network.async_close()  # says goodbye
 
 
-async def find(pin: str | None, *, search_s: float = SEARCH_S) -> list[str]:
+async def find_trackers(pin: str | None) -> list[str]:
     """Addresses of trackers that say that they are of the mesh with ``pin``, or of none if it is None."""
+    return await _find(TRACKER, lambda info: urls_of(info, pin), SEARCH_S)
+
+
+async def find_apis(search_s: float = SEARCH_S) -> list[str]:
+    """Addresses of gateways, of whatever mesh."""
+    return [f"{url}/v1" for url in await _find(API, _any_urls_of, search_s)]
+
+
+async def _find(service: str, urls: Callable[[AsyncServiceInfo], list[str]], search_s: float) -> list[str]:
     from zeroconf import ServiceStateChange
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
@@ -78,9 +92,9 @@ async def find(pin: str | None, *, search_s: float = SEARCH_S) -> list[str]:
     tasks: set[asyncio.Task[None]] = set()
 
     async def resolve(name: str) -> None:
-        info = AsyncServiceInfo(SERVICE, name)
-        if await info.async_request(network.zeroconf, RESOLVE_MS) and (urls := urls_of(info, pin)):
-            found.update(dict.fromkeys(urls))
+        info = AsyncServiceInfo(service, name)
+        if await info.async_request(network.zeroconf, RESOLVE_MS) and (told := urls(info)):
+            found.update(dict.fromkeys(told))
             first.set()
 
     def changed(*, name: str, state_change: ServiceStateChange, **_: Any) -> None:
@@ -90,7 +104,7 @@ async def find(pin: str | None, *, search_s: float = SEARCH_S) -> list[str]:
             task.add_done_callback(tasks.discard)
 
     handler: Callable[..., None] = changed
-    browser = AsyncServiceBrowser(network.zeroconf, SERVICE, handlers=[handler])
+    browser = AsyncServiceBrowser(network.zeroconf, service, handlers=[handler])
     try:
         async with asyncio.timeout(search_s):
             await first.wait()
@@ -108,15 +122,17 @@ async def find(pin: str | None, *, search_s: float = SEARCH_S) -> list[str]:
 
 def urls_of(info: AsyncServiceInfo, pin: str | None) -> list[str]:
     """What an announcement says, where it is of the mesh that is looked for and makes sense."""
-    told = {name: value for name, value in info.decoded_properties.items() if value is not None}
-    if {name: told.get(name) for name in ("scheme", "mesh")} != {
-        name: value or None for name, value in _properties(pin).items()
-    }:
-        return []
-    if not info.port:
-        return []
-    return [f"{told['scheme']}://{address}:{info.port}" for address in info.parsed_addresses() if ":" not in address]
+    told = info.decoded_properties
+    wanted = _properties("http" if pin is None else "https", pin)
+    return _any_urls_of(info) if {name: told.get(name) or "" for name in wanted} == wanted else []
 
 
-def _properties(pin: str | None) -> dict[str, str]:
-    return {"scheme": "http" if pin is None else "https", "mesh": "" if pin is None else pin[:PIN_LENGTH]}
+def _any_urls_of(info: AsyncServiceInfo) -> list[str]:
+    scheme = info.decoded_properties.get("scheme")
+    if scheme not in ("http", "https") or not info.port:
+        return []
+    return [f"{scheme}://{address}:{info.port}" for address in info.parsed_addresses() if ":" not in address]
+
+
+def _properties(scheme: str, pin: str | None) -> dict[str, str]:
+    return {"scheme": scheme, "mesh": "" if pin is None else pin[:PIN_LENGTH]}

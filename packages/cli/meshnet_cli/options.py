@@ -76,6 +76,9 @@ ApiKeysFile = Annotated[
 NoApiKey = Annotated[
     bool, typer.Option("--no-api-key", help="Let everybody use the API who reaches it, also from other machines.")
 ]
+Announce = Annotated[
+    bool, typer.Option("--mdns/--no-mdns", help="Whether it can be found on the local network by multicast DNS.")
+]
 Dtype = Annotated[
     DtypeChoice,
     typer.Option("--dtype", help="What weights are held and computed in; auto is what suits the device and the model."),

@@ -42,9 +42,7 @@ def tracker(
             show_default="none: this tracker keeps its list alone",
         ),
     ] = None,
-    announce: Annotated[
-        bool, typer.Option("--mdns/--no-mdns", help="Whether it can be found on the local network by multicast DNS.")
-    ] = True,
+    announce: options.Announce = True,
 ) -> None:
     """Keep the list of nodes, and give routes over them to gateways."""
     lifeline.hold_on()
@@ -102,7 +100,7 @@ async def _serve(
         serving.say_ready(serving.url_of(host, port, scheme))
         if announce and addresses:
             pin = None if identity is None else identity.folder.pin()
-            await closing.enter_async_context(mdns.announced(addresses, port, pin))
+            await closing.enter_async_context(mdns.announced(mdns.TRACKER, addresses, port, scheme, pin))
         await stopped.wait()
     if sharing is not None:
         await sharing.close()

@@ -77,13 +77,30 @@ def identity_in(mesh: Path | None) -> Identity | None:
 
     folder = MeshFolder(mesh or default_path())
     if folder.is_there():
-        return Identity(folder, folder.credentials())
+        return Identity(folder, _usable(folder))
     if mesh is not None:
         raise InvalidInputError(
             f"--mesh {mesh} holds no identity; make a mesh there with `meshnet mesh create --mesh {mesh}`, "
             f"or join one with `meshnet join TICKET --mesh {mesh}`"
         )
     return None
+
+
+def _usable(folder: MeshFolder) -> Credentials:
+    """The folder's credentials, unless their time is over; where the authority's key is, they are renewed."""
+    from meshnet_core import certificates
+
+    now, certificate = certificates.utc_now(), folder.certificate_path.read_bytes()
+    if certificates.expires_at(certificate) <= now:
+        authority, ended = folder.authority(), certificates.expires_at(certificate)
+        if authority is None:
+            raise InvalidInputError(
+                f"this machine's certificate in {folder.path} ended on {ended:%Y-%m-%d}: "
+                "join again with a new ticket (`meshnet mesh ticket` where the mesh was made)"
+            )
+        name = certificates.common_name(certificate)
+        folder.renew(authority.sign(certificates.make_request(folder.key_path.read_bytes(), name), now))
+    return folder.credentials()
 
 
 def scheme_of(identity: Identity | None) -> str:
