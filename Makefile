@@ -10,7 +10,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all bench gpu-check lint clean
+.PHONY: help demo test test-all bench gpu-check lint clean runtime dev
 
 PROMPT ?= Why is the sky blue?
 # Set PYTHON=/path/to/python to choose one; otherwise the first of these that runs, is new enough and can make a venv.
@@ -24,6 +24,23 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constr
 # Wheels only: a missing wheel should be an error that names it, not a silent compile of an hour.
 WHEELS_ONLY := --only-binary :all:
 SOURCES := packages tests benchmarks
+
+# Two first runs at once would install into one .venv. So one make at a time looks at what is to be done there and does it.
+# The lock is the kernel's: it goes with the process that holds it, whatever ends that.
+define LOCK_PROGRAM
+import fcntl, os, sys
+lock = open("$(VENV).lock", "w")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    print("waiting for another make that installs into this $(VENV)", file=sys.stderr, flush=True)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+os.set_inheritable(lock.fileno(), True)
+os.execvp(sys.argv[1], sys.argv[1:])
+endef
+LOCKED = for python in $(if $(PYTHON),"$(PYTHON)",$(PYTHONS)); do \
+    if "$$python" -c 'import fcntl' 2>/dev/null; then exec "$$python" -c "$$LOCK" "$$@"; fi; \
+  done; exec "$$@"
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -41,7 +58,7 @@ $(VENV)/.created:
 	  fi; \
 	done; \
 	echo "meshnet needs Python 3.11 or newer with its venv module (Debian: python3-venv); tried: $(or $(PYTHON),$(PYTHONS))." >&2; \
-	echo "Name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+	echo "Name one with: make PYTHON=/path/to/python3.11 $(GOALS)" >&2; \
 	exit 1
 
 # The build tools come first and from the constraints, so that no isolated build environment picks newer ones.
@@ -57,11 +74,16 @@ $(VENV)/.dev: $(VENV)/.runtime
 	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['dev'])")
 	@touch $@
 
-demo: $(VENV)/.runtime
+runtime dev: export LOCK = $(LOCK_PROGRAM)
+runtime dev: export GOALS = $(MAKECMDGOALS)
+runtime dev:
+	@set -- $(MAKE) --no-print-directory $(VENV)/.$@; $(LOCKED)
+
+demo: runtime
 	@$(BIN)/python -m meshnet_cli.demo --prompt "$$PROMPT"
 demo: export PROMPT := $(value PROMPT)
 
-lint: $(VENV)/.dev
+lint: dev
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
@@ -70,10 +92,10 @@ lint: $(VENV)/.dev
 test: lint
 	$(BIN)/python -m pytest -m "not long"
 
-test-all: $(VENV)/.dev
+test-all: dev
 	$(BIN)/python -m pytest -m long
 
-bench: $(VENV)/.dev
+bench: dev
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.concurrency
@@ -84,5 +106,5 @@ gpu-check:
 	  $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu_check $(ARGS)
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV).lock dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find packages tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
