@@ -229,7 +229,10 @@ class Block:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Block())
 import meshnet_gateway.api, meshnet_gateway.text_store
-from meshnet_gateway.text_model import TextModel
+from concurrent.futures import ThreadPoolExecutor
+from meshnet_gateway.text_model import TextModel, preload
+with ThreadPoolExecutor(4) as threads:  # the first requests may come while the gateway warms up
+    list(threads.map(lambda _: preload(), range(4)))
 from tiny_tokenizers import byte_level_files
 model = TextModel.from_files("tiny", "f", byte_level_files())
 print(model.decode(model.render_chat([{"role": "user", "content": "hello"}])).split())

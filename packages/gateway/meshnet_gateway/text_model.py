@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +184,22 @@ def _load(name: str, folder: str) -> Any:
     return tokenizer
 
 
-@lru_cache(maxsize=1)
-def _auto_tokenizer() -> Any:
-    """`AutoTokenizer`, imported late: transformers takes one second, or several where torch is installed too."""
-    logger = logging.getLogger("transformers")
-    logger.addFilter(_not_about_torch)
-    from transformers import AutoTokenizer  # noqa: PLC0415
+_one_import = threading.Lock()
 
-    return AutoTokenizer
+
+def _auto_tokenizer() -> Any:
+    """`AutoTokenizer`, imported late: transformers takes one second, or several where torch is installed too.
+
+    By one thread at a time: transformers puts another module in its own place at the end of its import, and a second
+    thread, which waited for that end, would look for the name in the first one and miss it.
+    """
+    with _one_import:
+        logger = logging.getLogger("transformers")
+        if _not_about_torch not in logger.filters:
+            logger.addFilter(_not_about_torch)
+        from transformers import AutoTokenizer  # noqa: PLC0415
+
+        return AutoTokenizer
 
 
 def _not_about_torch(record: logging.LogRecord) -> bool:
