@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from in_process_mesh import random_prompt, tiny_mesh
 from meshnet_core.errors import GrammarError
@@ -61,6 +63,21 @@ async def test_what_may_come_next_is_a_function_of_the_answer_alone() -> None:
     ]:  # fmt: skip
         assert allowed(one, answer) == expected  # forth and back, and to another branch
         assert allowed(await constraint(lark, answer), answer) == expected  # made again at open
+
+
+async def test_it_is_so_for_random_walks_through_a_schema() -> None:
+    draw = random.Random(5)
+    wandering = await constraint(GRAMMAR.lark)
+    answer: list[int] = []
+    for _ in range(150):
+        mask = wandering.allowed(answer)
+        fresh = await GrammarCompiler().compile(GRAMMAR, "f" * 64, FILES["tokenizer.json"], VOCAB, answer)
+        assert torch.equal(mask, fresh.allowed(answer))
+        choices = mask.nonzero().flatten().tolist()
+        if STOP in choices or draw.random() < 0.2:
+            answer = answer[: draw.randrange(len(answer) + 1)]
+        else:
+            answer = [*answer, draw.choice(choices)]
 
 
 async def test_an_answer_that_left_its_grammar_is_told() -> None:
