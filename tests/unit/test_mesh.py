@@ -20,7 +20,7 @@ from meshnet_core.planning import plan_route
 from meshnet_core.route import Route
 from meshnet_core.tracker_client import TrackerHealth
 from meshnet_gateway import mesh as mesh_module
-from meshnet_gateway.mesh import SNAPSHOT_AGE_S, Mesh
+from meshnet_gateway.mesh import SNAPSHOT_AGE_S, Mesh, degradations
 from web_on_socket import serving
 
 TWO = snapshot(node("a", "0-14"), node("b", "15-29"))
@@ -276,3 +276,52 @@ async def test_closing_twice_is_closing(mesh: Mesh, tracker: FakeTracker, clock:
     await mesh.snapshot()
     await mesh.close()
     await mesh.close()
+
+
+# -- degraded ---------------------------------------------------------------------------------------------------------
+
+
+ONE, TWO_URL = "http://one:7400", "http://two:7400"
+
+
+@pytest.mark.parametrize(
+    ("trackers", "said"),
+    [
+        ([TrackerHealth(ONE, True, "none")], []),
+        ([TrackerHealth(ONE, True, "reachable"), TrackerHealth(TWO_URL, True, "reachable")], []),
+        (
+            [TrackerHealth(ONE, False), TrackerHealth(TWO_URL, True, "reachable")],
+            [f"trackers that do not answer: {ONE}"],
+        ),
+        (
+            [TrackerHealth(ONE, True, "unreachable"), TrackerHealth(TWO_URL, True, "unreachable")],
+            [f"trackers that do not reach their registry, and go on by themselves: {ONE}, {TWO_URL}"],
+        ),
+        (
+            [TrackerHealth(ONE, False), TrackerHealth(TWO_URL, False)],
+            [f"no tracker answers ({ONE}, {TWO_URL}): routes are planned from what was known 7 s ago"],
+        ),
+        (
+            [TrackerHealth(ONE, False), TrackerHealth(TWO_URL, True, "unreachable")],
+            [
+                f"trackers that do not answer: {ONE}",
+                f"trackers that do not reach their registry, and go on by themselves: {TWO_URL}",
+            ],
+        ),
+    ],
+)
+def test_what_is_degraded_is_said_in_words(trackers: list[TrackerHealth], said: list[str]) -> None:
+    assert degradations(trackers, 7.2) == said
+
+
+async def test_the_status_tells_of_each_tracker_and_of_the_snapshots_age(
+    mesh: Mesh, tracker: FakeTracker, clock: ManualClock
+) -> None:
+    tracker.known = snapshot()
+    await mesh.snapshot()
+    tracker.mood = "gone"
+    clock.advance(40)
+    told = await mesh.status()
+    assert told["trackers"] == [{"url": tracker.url, "answers": False, "registry": None, "nodes": None}]
+    assert told["snapshot_age_s"] == 40.0
+    assert told["degraded"] == [f"no tracker answers ({tracker.url}): routes are planned from what was known 40 s ago"]

@@ -129,7 +129,6 @@ class Directory:
                 "stop one of the two, or give it an id of its own"
             )
         if lease is not None and node.boot == lease.node.boot and 0 < node.beat <= lease.node.beat:
-            lease.relayed = lease.relayed and node.beat < lease.node.beat
             return self.lease_s
         self._enter(node, owner, self._clock.now(), relayed=False)
         for relay in self._relays:
