@@ -49,6 +49,13 @@ def taken_port() -> Iterator[int]:
         (["plan", "m"], 2, r"name the machines: --on gpu:24GiB"),
         (["plan", "m", "--on", "big one"], 2, r"write \[NAME=\]DEVICE:MEMORY"),
         (["plan", "m", "--on", "cpu:1GiB", "--tracker", NOBODY], 2, r"where the mesh of --on-mesh is"),
+        (
+            ["tracker", "--port", "0", "--registry", "memcached://x"],
+            2,
+            r"'memcached://x' is not supported; give a Redis",
+        ),
+        (["tracker", "--port", "0", "--registry", "redis://me:secret@x/y"], 2, r"redis://HOST:PORT/DATABASE"),
+        (["gateway", "--tracker", f"{NOBODY},nowhere", "--port", "0"], 2, r"a URL such as http"),
         (["tracker", "--host", "x" * 70], 2, r"give an address of this machine"),
         (["gateway", "--tracker", NOBODY, "--step-deadline", "nan"], 2, r"--step-deadline"),
         (["up", "~no-such-user/model"], 2, r"no such model folder or file"),
