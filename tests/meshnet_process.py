@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,11 +51,13 @@ class MeshnetProcess:
 
 
 @contextmanager
-def running(log: Path, *arguments: str, **environment: str) -> Iterator[MeshnetProcess]:
+def running(
+    log: Path, *arguments: str, program: Sequence[str] = MESHNET, **environment: str
+) -> Iterator[MeshnetProcess]:
     """Run ``meshnet`` with ``arguments`` while the block runs; its temporary folders are beside the log."""
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*MESHNET, *arguments],
+            [*program, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -1,7 +1,7 @@
 """The wheel, built here, installed in an empty environment and run outside the checkout.
 
-No registry is needed: the build uses the build tools that are installed, and the empty environment sees the libraries
-of the one that runs the tests through a path file, but not its meshnet.
+No registry is needed: the build uses the build tools that are installed, and the empty environment gets links to those
+libraries of the one that runs the tests that the wheel requires, and to no others: neither to torch nor to its meshnet.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import urllib.request
 import zipfile
+from contextlib import ExitStack
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
+import httpx
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from meshnet_core import __version__
-from meshnet_process import READY, wait_until
+from meshnet_process import MESHNET, running
+from tiny_models import save_tiny
+from tiny_tokenizers import byte_level_files
 
 pytestmark = pytest.mark.long
 
@@ -40,36 +46,49 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` folder of an environment that holds the wheel."""
+    """The Python of an environment that holds the wheel and what it requires without an extra, and nothing else."""
     environment = tmp_path_factory.mktemp("environment") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
     python = environment / "bin" / "python"
-    site = Path(
-        subprocess.run(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-    )
-    # `site.addsitedir` would read the path files there, and so find the checkout; a plain path does not.
-    libraries = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "libraries.pth").write_text("\n".join(libraries) + "\n")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    where = subprocess.run(
-        [python, "-c", "import meshnet_cli; print(meshnet_cli.__file__)"],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd="/",
-    ).stdout.strip()
-    assert Path(where).is_relative_to(environment)
-    return environment / "bin"
+    pip(python, "install", "--no-deps", "--no-index", str(wheel))
+    (site,) = environment.glob("lib/python*/site-packages")
+    for library in sorted(required_by("meshnet", [site])):
+        link(distribution(library), site)
+    return python
+
+
+def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=clean())
+
+
+def clean() -> dict[str, str]:
+    """This environment's variables, but for those that tell Python where to look."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+def required_by(name: str, places: list[Path] | None = None) -> set[str]:
+    """All that a distribution requires without an extra, and what that requires in turn."""
+    found: set[str] = set()
+    (root,) = distributions(name=name, path=[str(place) for place in places or ()])
+    waiting = [(requirement, "") for requirement in root.requires or ()]
+    while waiting:
+        text, extra = waiting.pop()
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for wanted in ("", *requirement.extras):
+            if (key := f"{canonicalize_name(requirement.name)}[{wanted}]") not in found:
+                found.add(key)
+                waiting += [(further, wanted) for further in distribution(requirement.name).requires or ()]
+    return {key.partition("[")[0] for key in found}
+
+
+def link(library: Distribution, site: Path) -> None:
+    """Put what a distribution installed into ``site``, without a copy."""
+    for top in {file.parts[0] for file in library.files or () if file.parts[0] not in {"..", "__pycache__"}}:
+        if not (site / top).exists():
+            (site / top).symlink_to(Path(str(library.locate_file(top))))
 
 
 def test_it_holds_the_packages_with_their_types_and_licence_and_nothing_else(wheel: Path) -> None:
@@ -85,28 +104,49 @@ def test_it_holds_the_packages_with_their_types_and_licence_and_nothing_else(whe
     assert all("extra == 'node'" in line for line in torch)
 
 
+def test_it_says_all_that_it_needs(installed: Path) -> None:
+    assert "No broken requirements found" in pip(installed, "check").stdout
+
+
+@pytest.mark.parametrize("module", ["torch", "safetensors.torch", "gguf", "psutil", "pytest"])
+def test_the_environment_is_empty_of_all_else(installed: Path, module: str) -> None:
+    """What the tests below show of it, they show without torch."""
+    done = subprocess.run([installed, "-I", "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    assert "ModuleNotFoundError" in done.stderr
+
+
 def test_it_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
-        command = [str(installed / "meshnet"), *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
+        command = [str(installed.with_name("meshnet")), *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60, env=clean()
+        )
+        return done.stdout
 
     assert run("--version") == f"meshnet {__version__}\n"
     assert "chat" in run("--help")
 
 
-def test_its_tracker_serves(installed: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [str(installed / "meshnet"), "tracker", "--port", "0"], cwd=tmp_path, stdout=file, stderr=file, env=clean
-        )
-    try:
-        wait_until(lambda: READY.search(log.read_text()) is not None)
-        found = READY.search(log.read_text())
-        assert found is not None
-        with urllib.request.urlopen(f"{found[1]}/healthz", timeout=10) as response:  # noqa: S310 - our own tracker
-            assert response.status == 200
-    finally:
-        process.terminate()
-        assert process.wait(15) == 0
+def test_its_tracker_and_gateway_serve_a_chat_without_torch(installed: Path, tmp_path: Path) -> None:
+    """The node alone is this environment's."""
+    model = save_tiny("llama", tmp_path / "tiny", vocab_size=512)
+    for name, content in byte_level_files().items():
+        if name.startswith("tokenizer"):
+            (model / name).write_bytes(content)
+    program = (str(installed), "-I", str(installed.with_name("meshnet")))
+    with ExitStack() as closing:
+
+        def start(name: str, *arguments: str, program: tuple[str, ...] = program) -> str:
+            log = tmp_path / f"{name}.log"
+            return closing.enter_context(running(log, *arguments, program=program)).ready()
+
+        tracker = start("tracker", "tracker", "--port", "0")
+        node = ("node", str(model), "--layers", "0-3", "--tracker", tracker, "--port", "0")
+        start("node", *node, program=MESHNET)
+        api = start("gateway", "gateway", "--tracker", tracker, "--port", "0")
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+        answer = httpx.post(f"{api}/chat/completions", json=body, timeout=60, trust_env=False).json()
+        assert "usage" in answer, answer
+    assert answer["usage"]["completion_tokens"] == 5
+    for name in ("tracker", "gateway"):
+        assert "Traceback" not in (tmp_path / f"{name}.log").read_text()
