@@ -34,6 +34,8 @@ def test_a_machine_that_joined_is_let_in_and_no_other(tmp_path: Path) -> None:
         told = run("mesh", "show", MESHNET_HOME=study).stdout
         for part in ("attic", "study", url, "lets machines in: no"):
             assert part in told
+        shown = json.loads(run("mesh", "show", "--json", MESHNET_HOME=study).stdout)
+        assert (shown["machine"], shown["trackers"], shown["lets_machines_in"]) == ("study", [url], False)
 
         late = run("join", "-", stdin=ticket.stdout, MESHNET_HOME=stranger)
         assert late.returncode == 1

@@ -16,8 +16,7 @@ from network_namespaces import Host, hosts, missing
 from tiny_models import save_tiny
 from tiny_tokenizers import byte_level_files
 
-LACKS = missing()
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.skipif(LACKS is not None, reason=str(LACKS))]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 TOKENS = 400
 KEY = "k-of-the-attic-0123456789"
@@ -38,6 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[dict[str, Host]]:
+    if (lacks := missing()) is not None:
+        pytest.skip(lacks)
     with hosts(tmp_path, ["head", "a", "b", "c", "spare", "stranger", "user"]) as made:
         yield made
 

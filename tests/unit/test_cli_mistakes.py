@@ -64,7 +64,7 @@ def taken_port() -> Iterator[int]:
         (["gateway", "--tracker", "https://127.0.0.1:1", "--port", "0"], 2, r"in none: .*meshnet join TICKET"),
         (["tracker", "--host", EVERYWHERE, "--port", "0"], 2, r"meshnet mesh create.*meshnet join TICKET.*--insecure"),
         (["node", "m", "--layers", "0", "--tracker", NOBODY, "--host", EVERYWHERE], 2, r"meshnet mesh create"),
-        (["gateway", "--tracker", NOBODY, "--host", EVERYWHERE, "--port", "0"], 2, r"meshnet mesh create"),
+        (["gateway", "--tracker", NOBODY, "--host", EVERYWHERE, "--port", "0"], 2, r"--api-keys-file FILE"),
         (["tracker", "--mesh", "/nonexistent", "--port", "0"], 2, r"--mesh /nonexistent holds no identity"),
         (["tracker", "--mesh", "/nonexistent", "--insecure", "--port", "0"], 2, r"give one of them"),
         (["mesh", "ticket"], 2, r"tickets are made where `meshnet mesh create` was run"),

@@ -48,7 +48,11 @@ def keys_for(host: str, given: KeyOptions, *, insecure: bool) -> ApiKeys | None:
         return ApiKeys(keys)
     if given.file is not None:
         raise InvalidInputError(f"--api-keys-file {given.file} holds no key; write one a line")
-    if not trust.is_loopback(host) and not insecure:
+    if trust.is_loopback(host):
+        return None
+    if insecure:
+        logger.warning("the API on %s takes no key: whoever reaches it may use it", host)
+    else:
         raise InvalidInputError(
             f"the API on {host} would be open to everyone there: give a key with --api-keys-file FILE or {VARIABLE} "
             "(make one with: openssl rand -hex 24), or --no-api-key to let everybody in"

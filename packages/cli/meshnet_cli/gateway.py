@@ -79,7 +79,8 @@ def gateway(
     """Serve the OpenAI-style API of a mesh at /v1."""
     lifeline.hold_on()
     serving.set_up_logging()
-    identity = trust.identity_for(host, mesh, insecure=insecure, command="gateway")
+    # What it listens for are clients with keys; of the mesh it is itself a client.
+    identity = trust.identity_for(options.LOOPBACK, mesh, insecure=insecure, command="gateway")
     keys = access.keys_for(host, access.KeyOptions(api_key or (), api_keys_file, no_api_key), insecure=insecure)
     tls = serving.tls_files(tls_certificate, tls_key)
     front = Front(host, serving.listen(host, port), tls, announce)

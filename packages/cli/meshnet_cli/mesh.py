@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -87,7 +88,10 @@ def seconds(text: str) -> float:
 
 
 @app.command()
-def show(mesh: options.MeshPath = None) -> None:
+def show(
+    mesh: options.MeshPath = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
     """Show which mesh this machine is in, as whom, until when, and where its trackers are."""
     from meshnet_core import certificates
 
@@ -98,16 +102,22 @@ def show(mesh: options.MeshPath = None) -> None:
         )
     folder = identity.folder
     certificate = folder.certificate_path.read_bytes()
-    lines = {
+    lines: dict[str, Any] = {
         "mesh": certificates.common_name(folder.authority_path.read_bytes()),
         "pin": folder.pin(),
         "machine": certificates.common_name(certificate),
         "machine id": certificates.owner_of_pem(certificate),
-        "until": f"{certificates.expires_at(certificate):%Y-%m-%d}, renewed before by itself",
-        "lets machines in": "yes" if folder.authority_key_path.exists() else "no",
-        "trackers": ", ".join(folder.trackers()) or "none known",
+        "until": f"{certificates.expires_at(certificate):%Y-%m-%d}",
+        "lets machines in": folder.authority_key_path.exists(),
+        "trackers": list(folder.trackers()),
         "folder": str(folder.path),
     }
+    if as_json:
+        typer.echo(json.dumps({key.replace(" ", "_"): value for key, value in lines.items()}, indent=2))
+        return
+    lines["until"] += ", renewed before by itself"
+    lines["lets machines in"] = "yes" if lines["lets machines in"] else "no"
+    lines["trackers"] = ", ".join(lines["trackers"]) or "none known"
     for key, value in lines.items():
         typer.echo(f"{key + ':':<17} {value}")
 
