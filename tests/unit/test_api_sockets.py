@@ -18,9 +18,9 @@ from meshnet_cli.serving import listen, port_of, serving_asgi
 from meshnet_core.errors import DeadlineError, LayersUnavailableError
 from meshnet_core.sampling import SampledToken
 from meshnet_gateway.api import create_app
-from meshnet_gateway.generation import PrefillProgress
+from meshnet_gateway.generation import GenerationRequest, PrefillProgress
 from meshnet_gateway.text_model import TextModel
-from scripted_engine import FixedMesh, ScriptedEngine, summary, tokens
+from scripted_engine import FixedMesh, ScriptedEngine, ScriptedGeneration, summary, tokens
 from tiny_tokenizers import byte_level_files
 
 SOON = 5.0  # seconds; loaded test machines are slow, and what fails here hangs for good
@@ -80,6 +80,51 @@ async def test_a_client_that_leaves_ends_its_generation(where: str, model: TextM
         assert figures["active_generations"] == 0
         assert figures["requests"] == {"client_gone": 1}
         assert engine.given == len(before)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_ends_all_of_its_n_generations(model: TextModel, stream: bool) -> None:
+    engine = ScriptedEngine([*tokens([40]), asyncio.Event()])
+    async with port_with(app_of(engine, model)) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_bytes(stream=stream, n=3))
+        async with asyncio.timeout(SOON):
+            while engine.given < 3:  # noqa: ASYNC110 - each of them waits within its script by then
+                await asyncio.sleep(0.01)
+        writer.close()
+        await closed(engine, 3)
+    assert sorted(engine.closed) == ["s-1", "s-2", "s-3"]
+
+
+async def test_a_client_that_leaves_with_the_last_event_had_its_answer(model: TextModel) -> None:
+    class SlowToEnd(ScriptedEngine):
+        def start(self, request: GenerationRequest) -> ScriptedGeneration:
+            generation = super().start(request)
+            close = generation.aclose
+
+            async def aclose() -> None:
+                await left.wait()
+                await close()
+
+            generation.aclose = aclose  # type: ignore[method-assign]
+            return generation
+
+    left = asyncio.Event()
+    engine = SlowToEnd(tokens([40]))
+    app = app_of(engine, model)
+    async with port_with(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_bytes(stream=True))
+        async with asyncio.timeout(SOON):
+            await reader.readuntil(b"[DONE]")
+        writer.close()
+        async with asyncio.timeout(SOON):
+            while not app.state.door.figures.to_json()["requests"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert app.state.door.figures.to_json()["requests"] == {"ok": 1}
+        assert engine.closed == []  # that is not waited for
+        left.set()
+        await closed(engine)
 
 
 async def test_a_client_that_leaves_while_its_model_loads_starts_nothing(model: TextModel) -> None:

@@ -186,7 +186,10 @@ class Jobs:
                         if chunks:
                             begun = True
                             yield b"".join(map(shape.encode, chunks))
-                yield b"".join(map(shape.encode, shape.ending(_usage(job, runs)))) + shape.last
+                ending = b"".join(map(shape.encode, shape.ending(_usage(job, runs)))) + shape.last
+                for run in runs:
+                    run.told = True
+                yield ending
         except MeshnetError as error:
             if not begun:
                 raise
@@ -211,7 +214,8 @@ class Jobs:
                     runs.append(_Run(job, request, generation, self._figures, began))
                 yield runs
         except (asyncio.CancelledError, GeneratorExit):
-            outcome = "client_gone"
+            # Many clients leave with the last event, while the sessions are still being given back.
+            outcome = "ok" if runs and all(run.told for run in runs) else "client_gone"
             raise
         except MeshnetError as error:
             outcome = outcome_of(error)
@@ -235,7 +239,7 @@ class Jobs:
 
 
 class _Run:
-    """One generation under way."""
+    """One generation under way; ``told`` once the whole answer was sent."""
 
     def __init__(
         self, job: Job, request: GenerationRequest, generation: GenerationLike, figures: GatewayFigures, began: float
@@ -244,6 +248,7 @@ class _Run:
         self._generation = generation
         self._figures = figures
         self._began = began
+        self.told = False
         self.answer = Answer(
             generation, job.model, job.fields.stop or (), job.reader(), logprobs=request.sampling.logprobs is not None
         )
