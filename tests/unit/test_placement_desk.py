@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from announcements import node, shard
+from announcements import node, shard, snapshot
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import InvalidInputError, UnknownNodeError
 from meshnet_core.layer_range import LayerRange
@@ -16,6 +16,7 @@ from meshnet_core.placeable import Placeable, Wish
 from meshnet_core.tracker_client import TrackerClient
 from meshnet_tracker import placement_desk
 from meshnet_tracker.directory import Directory
+from meshnet_tracker.mesh_machines import machines_of
 from meshnet_tracker.placement_desk import MOVES_EVERY_S, PROMISE_S, SETTLE_S, PlacementDesk
 from meshnet_tracker.server import create_app
 from web_on_socket import serving
@@ -123,6 +124,31 @@ def test_speed_alone_moves_nodes_now_and_then_only(mesh: Mesh) -> None:
     mesh.announce("c", held="0-29", layers=30)
     mesh.wait(MOVES_EVERY_S)
     assert sorted(str(mesh.wish(name)) for name in "abc") == ["0-9", "10-19", "20-29"]
+
+
+def test_first_measurements_move_nobody(mesh: Mesh) -> None:
+    for name in "ab":
+        mesh.announce(name, layers=30)
+        mesh.ask(name)
+    mesh.wait(SETTLE_S)
+    held = {name: str(mesh.wish(name)) for name in "ab"}
+    for name, ms in (("a", 1.0), ("b", 9.0)):
+        place = Placeable(30 * 4 * LAYER, "float32", FACTS, LayerRange.parse(held[name]))
+        mesh.directory.announce(node(name, shard(held[name], decode_ms=ms), placement=place))
+    assert {name: mesh.wish(name) for name in "ab"} == held
+    mesh.wait(MOVES_EVERY_S)
+    assert {name: mesh.wish(name) for name in "ab"} != held
+
+
+def test_a_guess_is_put_right_by_what_others_of_its_kind_take() -> None:
+    measured = [node(name, shard("0-29", decode_ms=ms)) for name, ms in (("a", 40.0), ("b", 60.0), ("c", 50.0))]
+    guessed = node("new", placement=Placeable(10**12, "float32", FACTS))
+    other = node("gpu", device="cuda", placement=Placeable(10**12, "bfloat16", FACTS))
+    found = {m.name: m.layer_ms for m in machines_of(snapshot(*measured, guessed, other), FACTS)}
+    assert found["new"] == found["c"]  # the median, and not the 20 ms of such a device
+    assert found["gpu"] < found["new"]
+    alone = {m.name: m.layer_ms for m in machines_of(snapshot(guessed), FACTS)}
+    assert alone["new"] == pytest.approx(20, rel=0.1)
 
 
 def test_what_is_asked_again_is_answered_alike(mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -51,14 +52,15 @@ class AutoLayers:
         report: told how far long work is, until the node serves.
 
     Attributes:
-        boot: the node's boot id, the same while it waits and when it serves.
+        boot, started: the node's boot id, and when that was, in milliseconds since 1970: the same while it waits and
+            when it serves.
 
     Raises:
         MeshnetError: the model cannot be opened or served in pieces; or more memory than there is.
     """
 
     def __init__(self, model: str, memory: int | None, dtype: str, device: str, report: ProgressReporter) -> None:
-        self.boot = mint_boot_id()
+        self.boot, self.started = mint_boot_id(), time.time_ns() // 1_000_000
         self._given = model
         self._report: ProgressReporter | None = report
         self._model = PlaceableModel(open_model(model), dtype=dtype, device=device)
@@ -140,6 +142,7 @@ class AutoLayers:
             version=__version__,
             device=self._model.device.type,
             shards=(),
+            started=self.started,
             placement=self.placeable(),
         )
 

@@ -56,8 +56,8 @@ async def serve(
     Raises:
         InvalidInputError: more bytes are asked for than the device has.
     """
-    clock, started = SystemClock(), time.time_ns() // 1_000_000
-    boot = mint_boot_id() if auto is None else auto.boot
+    clock = SystemClock()
+    boot, started = (mint_boot_id(), time.time_ns() // 1_000_000) if auto is None else (auto.boot, auto.started)
     device = torch.device(next(offer.shard.backend.device for offer in shards if offer.shard is not None))
     version = f"{__version__} (torch {torch.__version__}, transformers {transformers.__version__})"
     credentials = None if place.identity is None else place.identity.credentials

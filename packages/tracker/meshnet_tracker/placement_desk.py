@@ -58,6 +58,7 @@ class PlacementDesk:
         self._promises: dict[str, _Promise] = {}
         self._waiting: dict[str, float] = {}  # newcomers by boot id, and since when
         self._moved_at: dict[str, float] = {}  # by fingerprint: when something was last moved for speed alone
+        self._told_at: dict[str, float] = {}  # likewise: when any node was last told anything new
         self._last: dict[str, tuple[list[Machine], bool, Placement]] = {}  # by fingerprint: what `replan` said to what
 
     def ask(self, node: NodeInfo) -> Wish:
@@ -106,7 +107,7 @@ class PlacementDesk:
         if not self._have_settled(now):
             machines = [machine for machine in machines if machine.held is not None]
         whole = not gaps_of(machines, facts.num_layers)
-        for_speed = now - self._moved_at.get(facts.fingerprint, -MOVES_EVERY_S) >= MOVES_EVERY_S
+        for_speed = self._may_move_for_speed(facts.fingerprint, machines, now)
         last = self._last.get(facts.fingerprint)
         if last is not None and last[:2] == (machines, for_speed):
             placement = last[2]
@@ -114,6 +115,8 @@ class PlacementDesk:
             placement = replan(machines, facts, for_speed=for_speed)
         self._last[facts.fingerprint] = (machines, for_speed, placement)
         moved = [m for m in machines if not m.fixed and placement.ranges.get(m.name, m.held) != m.held]
+        if moved:
+            self._told_at[facts.fingerprint] = now
         if whole and any(machine.held is not None for machine in moved):
             self._moved_at[facts.fingerprint] = now
         # All of one plan is promised at once: its parts belong together.
@@ -122,6 +125,14 @@ class PlacementDesk:
             self._promises[name] = _Promise(placement.ranges[name], boots[name], now + PROMISE_S)
             logger.info("node %s is to hold layers %s of %s", name, placement.ranges[name], facts.model)
         return placement
+
+    def _may_move_for_speed(self, fingerprint: str, machines: list[Machine], now: float) -> bool:
+        """Now and then; and, so that first measurements move nobody, some time after anything was told, unless somebody
+        is new."""
+        never = -MOVES_EVERY_S
+        rested = now - self._moved_at.get(fingerprint, never) >= MOVES_EVERY_S
+        quiet = now - self._told_at.get(fingerprint, never) >= MOVES_EVERY_S
+        return rested and (quiet or any(machine.held is None for machine in machines))
 
 
 def _may_release(node: NodeInfo, snapshot: Snapshot, place: Placeable) -> bool:
