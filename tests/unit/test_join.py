@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import stat
 from collections.abc import AsyncIterator
@@ -249,6 +250,25 @@ async def test_a_certificate_is_renewed_through_a_tracker_before_it_ends(mesh: M
     assert before != after
     assert certificates.owner_of_pem(before) == certificates.owner_of_pem(after)
     assert certificates.common_name(after) == "kitchen"
+
+
+async def test_a_running_process_renews_and_takes_the_newer_one_up(mesh: MeshFolder, tmp_path: Path) -> None:
+    folder = machine_of(mesh, tmp_path / "kitchen", name="kitchen")
+    authority = mesh.authority()
+    assert authority is not None
+    request = certificates.make_request(folder.key_path.read_bytes(), "kitchen")
+    nearly_over = authority.sign(request, certificates.utc_now() - timedelta(days=300))
+    folder.renew(nearly_over)
+    identity = Identity(folder, folder.credentials())
+    async with tracker_of(mesh) as (url, _):
+        folder.remember_trackers([url])
+        async with renewal.keeping_renewed(identity), asyncio.timeout(20):
+            while folder.certificate_path.read_bytes() == nearly_over:  # noqa: ASYNC110 - a file is no event
+                await asyncio.sleep(0.01)
+        client = TrackerClient(url, tls=identity.credentials.client_context())
+        await client.snapshot()
+        await client.close()
+    assert certificates.expires_at(folder.certificate_path.read_bytes()) > certificates.expires_at(nearly_over)
 
 
 def test_an_ended_certificate_is_told_before_anything_is_started(mesh: MeshFolder, tmp_path: Path) -> None:
