@@ -16,7 +16,7 @@ from meshnet_core.grammar import Grammar
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.answer_grammar import grammar_of_schema
 from meshnet_gateway.text_model import TextModel
-from meshnet_node.constraint import Constraint, GrammarCompiler
+from meshnet_node.constraint import MAX_LEXER_STATES, Constraint, GrammarCompiler
 from tiny_models import VOCAB, save_tiny
 from tiny_tokenizers import ascii_files
 
@@ -105,6 +105,15 @@ async def test_a_vocabulary_that_cannot_be_read_is_an_error(tokenizer: bytes) ->
 async def test_a_model_without_a_tokenizer_file_says_so() -> None:
     with pytest.raises(GrammarError, match=r"no tokenizer\.json"):
         await constraint("start: /a/", tokenizer=None)
+
+
+async def test_a_parser_that_grows_beyond_its_bound_is_an_error_in_mid_answer() -> None:
+    one = await constraint('start: %json {"type": "string", "maxLength": 100000}')
+    (letter,) = TEXT.encode("a")
+    answer = [*TEXT.encode('"'), *[letter] * (MAX_LEXER_STATES // 2)]
+    assert one.allowed(answer)[letter]
+    with pytest.raises(GrammarError, match="too many states"):
+        one.allowed([*answer, *[letter] * MAX_LEXER_STATES])
 
 
 async def test_a_grammar_that_takes_too_long_is_given_up() -> None:

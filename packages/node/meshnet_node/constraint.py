@@ -17,6 +17,7 @@ from meshnet_core.errors import GrammarError
 from meshnet_core.grammar import Grammar, panics_as
 
 COMPILE_TIMEOUT_S = 10.0
+MAX_LEXER_STATES = 50_000  # some 20 MB; a bounded string takes one for each of its characters
 KEPT_VOCABULARIES = 4  # about 40 MB each for 150,000 tokens
 
 
@@ -109,8 +110,9 @@ class GrammarCompiler:
     ) -> Constraint:
         vocabulary = self._vocabulary(fingerprint, tokenizer, vocab_size, grammar.stop_ids)
         text = LLMatcher.grammar_from_lark(grammar.lark)
+        limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
         with panics_as(GrammarError):
-            matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+            matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {matcher.get_error()[:200]}")
         constraint = Constraint(matcher, vocab_size)
