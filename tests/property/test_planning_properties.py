@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -122,10 +123,12 @@ def price(holder: NodeInfo, held: ShardInfo, start: int, demand: Demand) -> int:
 def price_between(sender: Offer | None, receiver: str, demand: Demand) -> int:
     posts = 1 + demand.prompt / 256 / demand.answer
     if sender is None:
-        return nanoseconds(demand.entry_ms.get(receiver, HOP_MS) * posts)
+        usual = fmean(demand.entry_ms.values()) if demand.entry_ms else HOP_MS
+        return nanoseconds(demand.entry_ms.get(receiver, usual) * posts)
     holder, held = sender
     known = next((link for link in holder.links if link.node_id == receiver), None)
-    rtt_ms = HOP_MS if known is None else known.rtt_ms
+    usual = fmean(link.rtt_ms for link in holder.links) if holder.links else HOP_MS
+    rtt_ms = usual if known is None else known.rtt_ms
     mib_ms = 8.0 if known is None or known.mib_ms is None else known.mib_ms
     position_ms = (0.5 if held.dtype == "float32" else 0.25) * mib_ms
     return nanoseconds(rtt_ms * posts + position_ms * (1 + demand.prompt / demand.answer))

@@ -12,6 +12,7 @@ nanoseconds: sums of integers do not depend on their order, and a tie is a tie.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from meshnet_core.dtypes import dtype_bytes
@@ -31,8 +32,8 @@ DEFAULT_DECODE_MS = {"cuda": 0.05, "mps": 0.2, "cpu": 0.5}
 # A position of a prefill chunk beside a decoded one, where only the latter was measured: 0.05 of 0.91 ms were measured
 # for SmolLM2 on a CPU.
 DEFAULT_PREFILL_SHARE = 1 / 16
-# One more hop costs a small post: 0.42 ms there and back over loopback (ADR-0002). Links that were not measured cost
-# this, and a MiB over them what gigabit Ethernet takes.
+# One more hop costs a small post: 0.42 ms there and back over loopback (ADR-0002). It is what links cost to a node that
+# knows none of its own, and a MiB what gigabit Ethernet takes.
 HOP_MS = 0.4
 DEFAULT_MIB_MS = 8.0
 # Frames that a newcomer finds ahead of it at a node, for each session there: a session of a route of two hops has its
@@ -98,22 +99,30 @@ def price_hop(offer: Offer, demand: Demand, lean: float = 0.0) -> HopPrice:
     )
 
 
-def price_link(sender: ShardInfo, link: LinkInfo | None, demand: Demand, lean: float = 0.0) -> int:
+def price_link(sender: Offer, link: LinkInfo | None, demand: Demand, lean: float = 0.0) -> int:
     """Nanoseconds, for each token of the answer, that it takes to hand its positions on from ``sender``.
 
-    ``lean`` is as for `price_hop`; what was not measured does not lean.
+    Over a link that was not measured it is expected to take what the sender's others take: were it taken for a short
+    one, answers would find out one after the other which ones are long. ``lean`` is as for `price_hop`; what was not
+    measured does not lean.
     """
-    rtt_ms, mib_ms = HOP_MS, DEFAULT_MIB_MS
-    if link is not None:
+    node, shard = sender
+    mib_ms = DEFAULT_MIB_MS
+    if link is None:
+        rtt_ms = fmean(known.rtt_ms for known in node.links) if node.links else HOP_MS
+    else:
         rtt_ms = link.rtt_ms * (1 + lean * spread_of(link.rtt_ms, link.rtt_evidence))
         mib_ms = DEFAULT_MIB_MS if link.mib_ms is None else link.mib_ms
-    position_ms = sender.hidden_size * dtype_bytes(sender.dtype) / MIB * mib_ms
+    position_ms = shard.hidden_size * dtype_bytes(shard.dtype) / MIB * mib_ms
     return round(NS * (rtt_ms * _posts(demand) + position_ms * (1 + demand.prompt / demand.answer)))
 
 
 def price_entry(node_id: str, demand: Demand) -> int:
     """The same for the caller's posts to the first hop, whose bodies are a few bytes of token ids."""
-    return round(NS * demand.entry_ms.get(node_id, HOP_MS) * _posts(demand))
+    rtt_ms = demand.entry_ms.get(node_id)
+    if rtt_ms is None:
+        rtt_ms = fmean(demand.entry_ms.values()) if demand.entry_ms else HOP_MS
+    return round(NS * rtt_ms * _posts(demand))
 
 
 def decode_ms_of(node: NodeInfo, shard: ShardInfo) -> float:

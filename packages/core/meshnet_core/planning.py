@@ -210,8 +210,8 @@ def _edge(offer: Offer, demand: Demand, draw: float | None) -> Edge:
         rate=price.rate,
         fixed=price.fixed,
         entry=price_entry(node.node_id, demand) if not shard.layers.start else 0,
-        exit=price_link(shard, None, demand),
-        links={link.node_id: price_link(shard, link, demand, lean(link.node_id)) for link in node.links},
+        exit=price_link(offer, None, demand),
+        links={link.node_id: price_link(offer, link, demand, lean(link.node_id)) for link in node.links},
     )
 
 

@@ -185,7 +185,7 @@ def _terms(plan: Plan, demand: Demand) -> list[HopTerms]:
             link_ns, measured = price_entry(node.node_id, demand), node.node_id in demand.entry_ms
         else:
             link = next((one for one in sender.node.links if one.node_id == node.node_id), None)
-            link_ns, measured = price_link(sender.shard, link, demand), link is not None
+            link_ns, measured = price_link(sender, link, demand), link is not None
         terms.append(
             HopTerms(
                 node=node.node_id,

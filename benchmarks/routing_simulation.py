@@ -1,0 +1,446 @@
+"""Routing and placement in a large mesh with churn, in simulated time, on the real code.
+
+    python -m benchmarks.routing_simulation [--nodes 30,100,300,1000,3000,10000] [--seconds 120] [--seed 1]
+
+The tracker's directory, its plans, leases and draws, placement, the gateway's memory of blame, and how nodes measure
+themselves and their links are the production ones; machines, links, answers and the clock are simulated. Machines live
+ten minutes on average: half leave, half die without a word, and the answers that run through them go on elsewhere. A
+twentieth of them is five times as slow as usual at any moment, which only measuring tells.
+
+*Success* is the share of answers that came to their end. *By the optimum* is what the route that was chosen really
+takes by what the best one would take, if all were known: the same planning on true speeds, loads and links, without the
+dead. A route that explores is told apart. Planning and heartbeats are timed for real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import environment
+from benchmarks.results import publish
+from benchmarks.simulated_mesh import (
+    BETWEEN_FRAMES,
+    HIDDEN,
+    MODEL,
+    Geography,
+    SimulatedNode,
+    facts,
+    new_node,
+)
+from meshnet_core.clock import ManualClock
+from meshnet_core.demand import Demand
+from meshnet_core.errors import MeshnetError, UnknownNodeError
+from meshnet_core.estimate import Evidence
+from meshnet_core.exploration import RouteDraws, explores
+from meshnet_core.link_info import LinkInfo
+from meshnet_core.membership import NodeInfo, Snapshot
+from meshnet_core.planning import plan_route
+from meshnet_core.route import Hop, Route
+from meshnet_gateway.blame import BlameMemory
+from meshnet_tracker.directory import Directory
+from meshnet_tracker.placement import place
+from meshnet_tracker.replan import replan
+
+LIFE_S = 600.0
+SLOW_EVERY_S, SLOW_FOR_S = 600.0, 30.0
+HEARTBEAT_S, PROBE_S, LINKS_S, REPLACE_S, BACK_S = 5.0, 10.0, 20.0, 15.0, 5.0
+NOTICED_S = 0.5  # until a gateway finds that a hop died
+PATIENCE_S = 60.0  # that an answer waits for a route
+MOST_ANSWERS_PER_S = 3.0
+LOOK_AT_ONE_IN = 3  # answers whose route is compared with the optimum
+ALL_LINKS_BELOW = 400  # nodes: for more, the optimum knows true links where there are measured ones
+
+
+@dataclass(eq=False)
+class Answer:
+    """One generation under way."""
+
+    demand: Demand
+    began: float
+    left: float  # tokens to be made
+    route: Route | None = None
+    step_ms: float = 0.0
+    since: float = 0.0
+    failing_since: float | None = None
+    turn: int = 0  # counts routes: an end that was foreseen for an older one is none
+
+
+@dataclass
+class Tally:
+    """What is counted."""
+
+    answers: int = 0
+    done: int = 0
+    failed: int = 0
+    hit: int = 0  # by a death or a leave
+    joins: int = 0
+    deaths: int = 0
+    leaves: int = 0
+    by_optimum: list[float] = field(default_factory=list)
+    exploring: list[float] = field(default_factory=list)
+    plan_ms: list[float] = field(default_factory=list)
+    heartbeat_ms: list[float] = field(default_factory=list)
+    replan_ms: list[float] = field(default_factory=list)
+
+
+class Simulation:
+    """One mesh of so many machines, from its start on."""
+
+    def __init__(self, nodes: int, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.clock = ManualClock()
+        self.drawn = [1.0]
+        self.directory = Directory(self.clock, draws=_Watched(seed, self.drawn))
+        self.geography = Geography(self.rng)
+        self.blame = BlameMemory(self.clock)
+        self.tally = Tally()
+        self.nodes: dict[str, SimulatedNode] = {}
+        self.running: set[Answer] = set()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._numbers = itertools.count()
+        self._unplaced = False
+        self.per_s = min(MOST_ANSWERS_PER_S, nodes / 30)
+        for _ in range(nodes):
+            self._join()
+        self.tally.joins = 0
+        self._place(anew=True)
+        self._after(self.rng.expovariate(self.per_s) + 2 * HEARTBEAT_S, self._arrive)
+        self._after(REPLACE_S, self._replace)
+
+    def run(self, seconds: float) -> Tally:
+        """Simulate; answers that are under way at the end are not counted."""
+        while self._events and self._events[0][0] <= seconds:
+            at, _, event = heapq.heappop(self._events)
+            self.clock.advance(max(0.0, at - self.clock.now()))
+            event()
+        return self.tally
+
+    def _after(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.clock.now() + seconds, next(self._order), event))
+
+    # -- machines -----------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        node = new_node(next(self._numbers), self.clock, self.rng)
+        self.nodes[node.node_id] = node
+        self.tally.joins += 1
+        self._unplaced = True
+        self._after(self.rng.uniform(0, HEARTBEAT_S), lambda: self._heartbeat(node))
+        self._after(self.rng.uniform(0, 1), lambda: self._probe(node))
+        self._after(self.rng.uniform(0, LINKS_S), lambda: self._probe_links(node))
+        self._after(self.rng.expovariate(1 / LIFE_S), lambda: self._go(node))
+        self._after(self.rng.expovariate(1 / SLOW_EVERY_S), lambda: self._slow_down(node))
+
+    def _here(self, node: SimulatedNode) -> bool:
+        return self.nodes.get(node.node_id) is node
+
+    def _heartbeat(self, node: SimulatedNode) -> None:
+        if self._here(node):
+            body = json.dumps(node.info().to_wire())
+            began = time.perf_counter()
+            self.directory.announce(NodeInfo.from_wire(json.loads(body)))
+            self.tally.heartbeat_ms.append(1000 * (time.perf_counter() - began))
+            self._after(HEARTBEAT_S * self.rng.uniform(0.9, 1), lambda: self._heartbeat(node))
+
+    def _probe(self, node: SimulatedNode) -> None:
+        if self._here(node):
+            if node.layers is not None and node.measured_age_s() >= PROBE_S:
+                node.measure(2, self.rng)
+            self._after(PROBE_S * self.rng.uniform(0.5, 1), lambda: self._probe(node))
+
+    def _probe_links(self, node: SimulatedNode) -> None:
+        if self._here(node):
+            for neighbour in self.directory.neighbours(node.node_id, self.rng.random()):
+                if (other := self.nodes.get(neighbour.node_id)) is not None:
+                    self._measure_link(node, other)
+            self._after(LINKS_S * self.rng.uniform(0.5, 1), lambda: self._probe_links(node))
+
+    def _measure_link(self, sender: SimulatedNode, other: SimulatedNode) -> None:
+        sender.links.took(other.node_id, self.geography.rtt_ms(sender, other) * max(0.2, self.rng.gauss(1, 0.1)), 0.0)
+
+    def _slow_down(self, node: SimulatedNode) -> None:
+        if self._here(node):
+            node.slow_until = self.clock.now() + SLOW_FOR_S
+            self._after(SLOW_FOR_S + self.rng.expovariate(1 / SLOW_EVERY_S), lambda: self._slow_down(node))
+
+    def _go(self, node: SimulatedNode) -> None:
+        """Leave or die; somebody else comes a little later."""
+        if self.rng.random() < 0.5:
+            self.tally.leaves += 1
+            with suppress(UnknownNodeError):  # it was here too shortly to be known
+                self.directory.leave(node.node_id, f"b-{node.node_id}")
+        else:
+            self.tally.deaths += 1
+        del self.nodes[node.node_id]
+        self._unplaced = True
+        for answer in [one for one in self.running if one.route and _uses(one.route, node.node_id)]:
+            self.tally.hit += 1
+            self._stop(answer)
+            self.blame.blame(node.node_id)
+            self._after(NOTICED_S, lambda answer=answer: self._go_on(answer))  # type: ignore[misc]
+        self._after(BACK_S, self._join)
+
+    def _replace(self) -> None:
+        if self._unplaced:
+            self._place(anew=False)
+        self._after(REPLACE_S, self._replace)
+
+    def _place(self, *, anew: bool) -> None:
+        """What the tracker's placement gives everybody to hold."""
+        self._unplaced = False
+        machines = [node.machine for node in self.nodes.values()]
+        began = time.perf_counter()
+        placed = place(machines, facts()) if anew else replan(machines, facts(), for_speed=False)
+        self.tally.replan_ms.append(1000 * (time.perf_counter() - began))
+        for node_id, layers in placed.ranges.items():
+            self.nodes[node_id].layers = layers
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        demand = Demand(prompt=self.rng.choice([30, 128, 800]), answer=self.rng.choice([20, 60, 200]))
+        answer = Answer(demand, self.clock.now(), demand.answer)
+        self.tally.answers += 1
+        self._go_on(answer)
+        self._after(self.rng.expovariate(self.per_s), self._arrive)
+
+    def _go_on(self, answer: Answer) -> None:
+        """Plan a route and follow it, as far as it leads; a dead hop is found when it is opened."""
+        first = answer.turn == 0
+        demand = replace(answer.demand, explore=first)
+        while True:
+            began = time.perf_counter()
+            try:
+                route = self.directory.plan(MODEL, self.blame.excluded(), demand=demand)
+            except MeshnetError:
+                route = None
+            self.tally.plan_ms.append(1000 * (time.perf_counter() - began))
+            if route is None:
+                self._wait(answer)
+                return
+            dead = [hop.node_id for hop in route.hops if not self._holds(hop)]
+            if not dead:
+                break
+            for node_id in dead:
+                self.blame.blame(node_id)
+            demand = replace(demand, explore=False)
+        answer.failing_since = None
+        if first and self.tally.answers % LOOK_AT_ONE_IN == 0:
+            self._compare(route, demand)
+        self._start(answer, route)
+
+    def _wait(self, answer: Answer) -> None:
+        now = self.clock.now()
+        answer.turn += 1
+        answer.failing_since = now if answer.failing_since is None else answer.failing_since
+        if now - answer.failing_since >= PATIENCE_S:
+            self.tally.failed += 1
+            return
+        self._after(2.0, lambda: self._go_on(answer))
+
+    def _start(self, answer: Answer, route: Route) -> None:
+        for hop in route.hops:
+            self.nodes[hop.node_id].sessions += 1
+        answer.route, answer.since = route, self.clock.now()
+        answer.turn += 1
+        answer.step_ms = self._true_ms(route, replace(answer.demand, prompt=0))
+        takes_ms = answer.left * self._true_ms(route, replace(answer.demand, answer=max(1, round(answer.left))))
+        self.running.add(answer)
+        turn = answer.turn
+        self._after(takes_ms / 1000, lambda: self._end(answer, turn))
+
+    def _stop(self, answer: Answer) -> None:
+        """It runs no longer where it ran; who served it has measured it."""
+        if answer.route is None:
+            raise RuntimeError("an answer is stopped that does not run")
+        self.running.discard(answer)
+        steps = int(1000 * (self.clock.now() - answer.since) / max(answer.step_ms, 1e-6))
+        answer.left = max(1.0, answer.left - steps)
+        nodes = [self.nodes.get(hop.node_id) for hop in answer.route.hops]
+        for node, following in itertools.zip_longest(nodes, nodes[1:]):
+            if node is not None:
+                node.sessions -= 1
+                node.measure(min(steps, 30), self.rng)
+                if following is not None:
+                    self._measure_link(node, following)
+        answer.route = None
+        answer.turn += 1
+
+    def _end(self, answer: Answer, turn: int) -> None:
+        if answer in self.running and answer.turn == turn and answer.route is not None:
+            for hop in answer.route.hops:
+                self.blame.forgive(hop.node_id)
+            self._stop(answer)
+            self.tally.done += 1
+
+    def _holds(self, hop: Hop) -> bool:
+        """Whether the node is there and still has a shard with this end."""
+        node = self.nodes.get(hop.node_id)
+        return node is not None and node.layers is not None and hop.layers.stop == node.layers.stop
+
+    # -- truth --------------------------------------------------------------------------------------------------------
+
+    def _true_ms(self, route: Route, demand: Demand) -> float:
+        """What a token on a route really takes now, with its share of the prompt."""
+        total, before = 0.4, None
+        for hop in route.hops:
+            node = self.nodes[hop.node_id]
+            ms = node.true_ms * (1 + demand.prompt / demand.answer / 16) * len(hop.layers)
+            total += ms + BETWEEN_FRAMES * node.sessions * node.true_ms * len(node.layers or hop.layers)
+            if before is not None:
+                position_ms = HIDDEN * 2 / 2**20 * 8.0 * (1 + demand.prompt / demand.answer)
+                total += self.geography.rtt_ms(before, node) * (1 + demand.prompt / 256 / demand.answer) + position_ms
+            before = node
+        return total
+
+    def _compare(self, route: Route, demand: Demand) -> None:
+        known = {node.node_id: self._truth(node) for node in self.nodes.values() if node.layers is not None}
+        best = plan_route(Snapshot(tuple(known[node_id] for node_id in sorted(known))), MODEL, demand=demand)
+        taken_ms, best_ms = (self._true_ms(one, demand) for one in (route, best))
+        told = self.tally.exploring if explores(self.drawn[0]) else self.tally.by_optimum
+        told.append(taken_ms / min(taken_ms, best_ms))
+
+    def _truth(self, node: SimulatedNode) -> NodeInfo:
+        """The node, as it would announce itself if it knew all."""
+        info = node.info()
+        held = tuple(replace(one, decode_ms=node.true_ms, prefill_ms=node.true_ms / 16) for one in info.shards)
+        if len(self.nodes) < ALL_LINKS_BELOW:
+            others = [one for one in self.nodes.values() if one is not node]
+        else:
+            others = [self.nodes[one.node_id] for one in info.links if one.node_id in self.nodes]
+        links = tuple(LinkInfo(one.node_id, self.geography.rtt_ms(node, one), Evidence()) for one in others)
+        return replace(info, shards=held, links=links, sessions=node.sessions)
+
+
+class _Watched(RouteDraws):
+    """Draws of which the last one is known."""
+
+    def __init__(self, seed: int, last: list[float]) -> None:
+        super().__init__(seed)
+        self._last = last
+
+    def next(self, model: str, *, explore: bool = True) -> float:
+        self._last[0] = super().next(model, explore=explore)
+        return self._last[0]
+
+
+def _uses(route: Route, node_id: str) -> bool:
+    return any(hop.node_id == node_id for hop in route.hops)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row; times in milliseconds of real time."""
+
+    nodes: int
+    answers: int
+    success: float
+    hit: int
+    joins: int
+    leaves: int
+    deaths: int
+    by_optimum_median: float
+    by_optimum_p95: float
+    exploring_share: float
+    exploring_median: float
+    plan_ms_median: float
+    plan_ms_p95: float
+    heartbeat_ms: float
+    replan_ms: float
+    core_for_heartbeats: float  # of one core, all the time
+    routes_per_s_left: float  # that the rest of the core could plan
+
+
+def figure(nodes: int, tally: Tally) -> Figure:
+    ended = tally.done + tally.failed
+    heartbeat_ms, plan_ms = statistics.median(tally.heartbeat_ms), statistics.median(tally.plan_ms)
+    core = nodes / HEARTBEAT_S * heartbeat_ms / 1000
+    looked_at = len(tally.by_optimum) + len(tally.exploring)
+    told = Figure(
+        nodes=nodes,
+        answers=ended,
+        success=tally.done / max(1, ended),
+        hit=tally.hit,
+        joins=tally.joins,
+        leaves=tally.leaves,
+        deaths=tally.deaths,
+        by_optimum_median=statistics.median(tally.by_optimum),
+        by_optimum_p95=_p95(tally.by_optimum),
+        exploring_share=len(tally.exploring) / max(1, looked_at),
+        exploring_median=statistics.median(tally.exploring or [0.0]),
+        plan_ms_median=plan_ms,
+        plan_ms_p95=_p95(tally.plan_ms),
+        heartbeat_ms=heartbeat_ms,
+        replan_ms=statistics.median(tally.replan_ms),
+        core_for_heartbeats=core,
+        routes_per_s_left=max(0.0, 1 - core) * 1000 / plan_ms,
+    )
+    return replace(told, **{key: round(value, 4) for key, value in asdict(told).items() if isinstance(value, float)})
+
+
+def _p95(values: list[float]) -> float:
+    return sorted(values)[int(0.95 * len(values))]
+
+
+def print_table(figures: list[Figure]) -> None:
+    columns = {
+        "nodes": lambda f: str(f.nodes),
+        "answers": lambda f: str(f.answers),
+        "success": lambda f: f"{f.success:.2%}",
+        "hit by a death or leave": lambda f: str(f.hit),
+        "joins/leaves/deaths": lambda f: f"{f.joins}/{f.leaves}/{f.deaths}",
+        "by the optimum (p95)": lambda f: f"{f.by_optimum_median:.3f} ({f.by_optimum_p95:.2f})",
+        "exploring": lambda f: f"{f.exploring_share:.1%}, {f.exploring_median:.2f}",
+        "plan ms (p95)": lambda f: f"{f.plan_ms_median:.1f} ({f.plan_ms_p95:.1f})",
+        "heartbeat ms": lambda f: f"{f.heartbeat_ms:.3f}",
+        "replan ms": lambda f: f"{f.replan_ms:.0f}",
+        "core for heartbeats": lambda f: f"{f.core_for_heartbeats:.0%}",
+        "routes/s beside": lambda f: f"{f.routes_per_s_left:.0f}",
+    }
+    table = Table(*columns)
+    for one in figures:
+        table.add_row(*(shown(one) for shown in columns.values()))
+    Console(stderr=True, width=170).print(table)
+
+
+def main() -> None:
+    """Simulate, and write a table to standard error and a JSON line to standard output and into the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing_simulation", description=__doc__.split("\n")[0])
+    parser.add_argument("--nodes", default="30,100,300,1000,3000,10000", help="with commas (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of simulated time (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--dry", action="store_true", help="keep no results")
+    arguments = parser.parse_args()
+    figures = []
+    for count in (int(text) for text in arguments.nodes.split(",")):
+        began = time.perf_counter()
+        figures.append(figure(count, Simulation(count, arguments.seed).run(arguments.seconds)))
+        Console(stderr=True).print(f"{count} nodes: simulated in {time.perf_counter() - began:.0f} s", style="dim")
+    print_table(figures)
+    document: dict[str, Any] = {
+        "benchmark": "routing-simulation",
+        "seconds": arguments.seconds,
+        "seed": arguments.seed,
+        "environment": environment.facts(),
+        "figures": [asdict(one) for one in figures],
+    }
+    if not arguments.dry:
+        publish("routing-simulation", document)
+
+
+if __name__ == "__main__":
+    main()
