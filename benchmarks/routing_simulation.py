@@ -50,6 +50,7 @@ from meshnet_core.membership import NodeInfo, Snapshot
 from meshnet_core.planning import plan_route
 from meshnet_core.route import Hop, Route
 from meshnet_gateway.blame import BlameMemory
+from meshnet_node.speed_watch import changed
 from meshnet_tracker.directory import Directory
 from meshnet_tracker.placement import place
 from meshnet_tracker.replan import replan
@@ -60,8 +61,9 @@ HEARTBEAT_S, PROBE_S, LINKS_S, REPLACE_S, BACK_S = 5.0, 10.0, 20.0, 15.0, 5.0
 NOTICED_S = 0.5  # until a gateway finds that a hop died
 PATIENCE_S = 60.0  # that an answer waits for a route
 MOST_ANSWERS_PER_S = 3.0
+PLANNED_NODES_PER_S = 3000.0  # answers that come in a second, times nodes: so that a large mesh is simulated in minutes
 LOOK_AT_ONE_IN = 3  # answers whose route is compared with the optimum
-ALL_LINKS_BELOW = 400  # nodes: for more, the optimum knows true links where there are measured ones
+ALL_LINKS_BELOW = 150  # nodes: for more, the optimum knows true links where there are measured ones
 
 
 @dataclass(eq=False)
@@ -113,7 +115,7 @@ class Simulation:
         self._order = itertools.count()
         self._numbers = itertools.count()
         self._unplaced = False
-        self.per_s = min(MOST_ANSWERS_PER_S, nodes / 30)
+        self.per_s = min(MOST_ANSWERS_PER_S, nodes / 30, PLANNED_NODES_PER_S / nodes)
         for _ in range(nodes):
             self._join()
         self.tally.joins = 0
@@ -150,16 +152,26 @@ class Simulation:
 
     def _heartbeat(self, node: SimulatedNode) -> None:
         if self._here(node):
-            body = json.dumps(node.info().to_wire())
-            began = time.perf_counter()
-            self.directory.announce(NodeInfo.from_wire(json.loads(body)))
-            self.tally.heartbeat_ms.append(1000 * (time.perf_counter() - began))
+            self._announce(node)
             self._after(HEARTBEAT_S * self.rng.uniform(0.9, 1), lambda: self._heartbeat(node))
+
+    def _announce(self, node: SimulatedNode) -> None:
+        node.told = node.info()
+        body = json.dumps(node.told.to_wire())
+        began = time.perf_counter()
+        self.directory.announce(NodeInfo.from_wire(json.loads(body)))
+        self.tally.heartbeat_ms.append(1000 * (time.perf_counter() - began))
+
+    def _measure(self, node: SimulatedNode, steps: int) -> None:
+        """And what changed much is told at once, as nodes do."""
+        node.measure(steps, self.rng)
+        if self._here(node) and node.told is not None and changed(node.told, node.info()):
+            self._announce(node)
 
     def _probe(self, node: SimulatedNode) -> None:
         if self._here(node):
             if node.layers is not None and node.measured_age_s() >= PROBE_S:
-                node.measure(2, self.rng)
+                self._measure(node, 2)
             self._after(PROBE_S * self.rng.uniform(0.5, 1), lambda: self._probe(node))
 
     def _probe_links(self, node: SimulatedNode) -> None:
@@ -207,7 +219,10 @@ class Simulation:
         placed = place(machines, facts()) if anew else replan(machines, facts(), for_speed=False)
         self.tally.replan_ms.append(1000 * (time.perf_counter() - began))
         for node_id, layers in placed.ranges.items():
-            self.nodes[node_id].layers = layers
+            node = self.nodes[node_id]
+            if node.layers != layers:
+                node.layers = layers
+                self._measure(node, 2)  # as nodes do once they have loaded
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -274,7 +289,7 @@ class Simulation:
         for node, following in itertools.zip_longest(nodes, nodes[1:]):
             if node is not None:
                 node.sessions -= 1
-                node.measure(min(steps, 30), self.rng)
+                self._measure(node, min(steps, 30))
                 if following is not None:
                     self._measure_link(node, following)
         answer.route = None

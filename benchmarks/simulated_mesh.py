@@ -45,6 +45,7 @@ class SimulatedNode:
     slow_until: float = 0.0
     sessions: int = 0
     beat: int = 0
+    told: NodeInfo | None = None  # last
     decode_ms: RunningEstimate = field(default_factory=RunningEstimate)
     prefill_ms: RunningEstimate = field(default_factory=RunningEstimate)
     links: LinkTimes = field(init=False)

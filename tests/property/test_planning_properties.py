@@ -130,8 +130,8 @@ def price_between(sender: Offer | None, receiver: str, demand: Demand) -> int:
     usual = fmean(link.rtt_ms for link in holder.links) if holder.links else HOP_MS
     rtt_ms = usual if known is None else known.rtt_ms
     mib_ms = 8.0 if known is None or known.mib_ms is None else known.mib_ms
-    position_ms = (0.5 if held.dtype == "float32" else 0.25) * mib_ms
-    return nanoseconds(rtt_ms * posts + position_ms * (1 + demand.prompt / demand.answer))
+    mib = (500_000 if held.dtype == "float32" else 250_000) * (1 + demand.prompt / demand.answer)
+    return round(rtt_ms * (1_000_000 * posts) + mib_ms * mib)
 
 
 def usable(snapshot: Snapshot, fingerprint: str, protocol: int, excluded: frozenset[str]) -> list[Offer]:

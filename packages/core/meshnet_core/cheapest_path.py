@@ -228,17 +228,27 @@ def _join(edges: list[Edge], num_layers: int, way_in: int) -> None:
         edge._low = edge.fixed + edge.exit
         if not edge.start and (delta := edge.entry - way_in):
             edge._from[0] = {None: delta}  # the caller, before any edge
-    for sender in edges:
-        at = sender.stop
-        if at == num_layers:
-            continue
-        for node_id, price in sender.links.items():
-            for edge in by_node.get(node_id, ()):
-                delta = price - sender.exit
-                if delta and edge.start <= at < edge.stop:
-                    edge._from.setdefault(at, {})[sender] = delta
-                    edge._low = min(edge._low, edge.fixed + edge.exit + delta)
-                    sender._out_low, sender._out_high = min(sender._out_low, delta), max(sender._out_high, delta)
+    for edge in edges:
+        if edge.links and edge.stop != num_layers:
+            _link(edge, by_node)
+
+
+def _link(sender: Edge, by_node: Mapping[str, list[Edge]]) -> None:
+    at, usual = sender.stop, sender.exit
+    low = high = 0
+    for node_id, price in sender.links.items():
+        delta = price - usual
+        for edge in by_node.get(node_id, ()):
+            if not edge.start <= at < edge.stop or not delta:
+                continue
+            edge._from.setdefault(at, {})[sender] = delta
+            if delta < 0:  # no min() and max(): this runs once for each link of the mesh
+                low = min(delta, low)
+                reached = edge.fixed + edge.exit + delta
+                edge._low = min(reached, edge._low)
+            elif delta > high:
+                high = delta
+    sender._out_low, sender._out_high = low, high
 
 
 def _grouped(edges: list[Edge]) -> dict[int, _Group]:

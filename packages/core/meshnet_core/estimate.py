@@ -14,7 +14,8 @@ from meshnet_core.wire_fields import MAX_WHOLE
 MAX_VARIANCE = 1e18
 MAX_AGE_S = 1e9
 
-WEIGHT = 0.1  # of a new sample: about twenty of them are what a mean remembers
+WEIGHT = 0.1  # of a new sample
+REMEMBERED = 2 / WEIGHT - 1  # samples whose plain mean would be as sure as one with that weight
 STRAYS = 4  # samples in a row that stray to one side before a mean begins anew with them
 STRAY_SD = 3.0  # standard deviations from the mean that make a sample a stray one
 STRAY_SHARE = 0.25  # and the least share of the mean, since few samples may lie closer together than they will
@@ -42,7 +43,7 @@ class Evidence:
     @property
     def standard_error(self) -> float:
         """How far the mean itself may be off, in its unit."""
-        return math.sqrt(self.variance / max(1.0, min(self.count, 2 / WEIGHT - 1)))
+        return math.sqrt(self.variance / (min(REMEMBERED, self.count)))
 
     def to_wire(self) -> list[float]:
         return [self.variance, self.count, self.age_s]

@@ -20,6 +20,8 @@ from meshnet_core.frames import MAX_CHUNK
 from meshnet_core.link_info import MIB
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meshnet_core.coverage import Offer
     from meshnet_core.demand import Demand
     from meshnet_core.estimate import Evidence
@@ -99,22 +101,33 @@ def price_hop(offer: Offer, demand: Demand, lean: float = 0.0) -> HopPrice:
     )
 
 
-def price_link(sender: Offer, link: LinkInfo | None, demand: Demand, lean: float = 0.0) -> int:
+def price_link(sender: Offer, link: LinkInfo | None, demand: Demand) -> int:
     """Nanoseconds, for each token of the answer, that it takes to hand its positions on from ``sender``.
 
     Over a link that was not measured it is expected to take what the sender's others take: were it taken for a short
-    one, answers would find out one after the other which ones are long. ``lean`` is as for `price_hop`; what was not
-    measured does not lean.
+    one, answers would find out one after the other which ones are long.
     """
+    return next(iter(price_links(sender, [link], demand)))
+
+
+def price_links(
+    sender: Offer, links: Sequence[LinkInfo | None], demand: Demand, leans: Sequence[float] | None = None
+) -> list[int]:
+    """The same for several links; each leans as told, as for `price_hop`, but for what was not measured."""
     node, shard = sender
-    mib_ms = DEFAULT_MIB_MS
-    if link is None:
-        rtt_ms = fmean(known.rtt_ms for known in node.links) if node.links else HOP_MS
-    else:
-        rtt_ms = link.rtt_ms * (1 + lean * spread_of(link.rtt_ms, link.rtt_evidence))
-        mib_ms = DEFAULT_MIB_MS if link.mib_ms is None else link.mib_ms
-    position_ms = shard.hidden_size * dtype_bytes(shard.dtype) / MIB * mib_ms
-    return round(NS * (rtt_ms * _posts(demand) + position_ms * (1 + demand.prompt / demand.answer)))
+    posts = NS * _posts(demand)
+    mib = NS * shard.hidden_size * dtype_bytes(shard.dtype) / MIB * (1 + demand.prompt / demand.answer)
+    prices = []
+    for index, link in enumerate(links):
+        if link is None:
+            rtt_ms = fmean([known.rtt_ms for known in node.links]) if node.links else HOP_MS
+            mib_ms = DEFAULT_MIB_MS
+        else:
+            rtt_ms, mib_ms = link.rtt_ms, DEFAULT_MIB_MS if link.mib_ms is None else link.mib_ms
+            if leans is not None:
+                rtt_ms *= 1 + leans[index] * spread_of(rtt_ms, link.rtt_evidence)
+        prices.append(round(rtt_ms * posts + mib_ms * mib))
+    return prices
 
 
 def price_entry(node_id: str, demand: Demand) -> int:
@@ -138,7 +151,8 @@ def spread_of(mean: float | None, behind: Evidence | None) -> float:
         return MOST_SPREAD
     if behind is None or not mean:
         return LEAST_SPREAD
-    return min(MOST_SPREAD, max(LEAST_SPREAD, ERRORS * behind.standard_error / mean))
+    spread = ERRORS * behind.standard_error / mean
+    return LEAST_SPREAD if spread < LEAST_SPREAD else min(spread, MOST_SPREAD)
 
 
 def shortage_of(node: NodeInfo) -> float:

@@ -29,7 +29,7 @@ from meshnet_core.demand import Demand
 from meshnet_core.errors import LayersUnavailableError, ModelNotFoundError
 from meshnet_core.exploration import explores, lean_of, target_of
 from meshnet_core.frames import PROTOCOLS
-from meshnet_core.hop_price import price_entry, price_hop, price_link, shortage_of
+from meshnet_core.hop_price import price_entry, price_hop, price_link, price_links, shortage_of
 from meshnet_core.route import Hop, Route
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class _Choice:
     ) -> None:
         self._key = variant.key
         self._protocol = protocol
-        self._offers = {_edge(offer, demand, draw): offer for offer in offers}
+        self._offers = _edges(offers, demand, draw)
         self.path: Path | None = self._cheapest()
 
     def plan(self, explored: Offer | None = None, discount: int = 0) -> Plan:
@@ -196,23 +196,28 @@ class _Choice:
         return cheapest_path(self._offers, self._key.num_layers)
 
 
-def _edge(offer: Offer, demand: Demand, draw: float | None) -> Edge:
-    node, shard = offer
-
-    def lean(node_id: str) -> float:
-        return 0.0 if draw is None else lean_of(draw, node_id)
-
-    price = price_hop(offer, demand, lean(node.node_id))
-    return Edge(
-        start=shard.layers.start,
-        stop=shard.layers.stop,
-        node_id=node.node_id,
-        rate=price.rate,
-        fixed=price.fixed,
-        entry=price_entry(node.node_id, demand) if not shard.layers.start else 0,
-        exit=price_link(offer, None, demand),
-        links={link.node_id: price_link(offer, link, demand, lean(link.node_id)) for link in node.links},
-    )
+def _edges(offers: Iterable[Offer], demand: Demand, draw: float | None) -> dict[Edge, Offer]:
+    offers = list(offers)
+    lean = {offer.node.node_id: 0.0 if draw is None else lean_of(draw, offer.node.node_id) for offer in offers}
+    edges = {}
+    for offer in offers:
+        node, shard = offer
+        price = price_hop(offer, demand, lean[node.node_id])
+        links = [link for link in node.links if link.node_id in lean]
+        leans = None if draw is None else [lean[link.node_id] for link in links]
+        prices = price_links(offer, links, demand, leans)
+        edge = Edge(
+            start=shard.layers.start,
+            stop=shard.layers.stop,
+            node_id=node.node_id,
+            rate=price.rate,
+            fixed=price.fixed,
+            entry=price_entry(node.node_id, demand) if not shard.layers.start else 0,
+            exit=price_link(offer, None, demand),
+            links={link.node_id: price for link, price in zip(links, prices, strict=True)},
+        )
+        edges[edge] = offer
+    return edges
 
 
 def _reached(edges: Iterable[Edge]) -> frozenset[int]:
