@@ -110,7 +110,7 @@ class Simulation:
         self.blame = BlameMemory(self.clock)
         self.tally = Tally()
         self.nodes: dict[str, SimulatedNode] = {}
-        self.running: set[Answer] = set()
+        self.running: dict[Answer, None] = {}  # in the order in which they began: a set has none
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._numbers = itertools.count()
@@ -274,7 +274,7 @@ class Simulation:
         answer.turn += 1
         answer.step_ms = self._true_ms(route, replace(answer.demand, prompt=0))
         takes_ms = answer.left * self._true_ms(route, replace(answer.demand, answer=max(1, round(answer.left))))
-        self.running.add(answer)
+        self.running[answer] = None
         turn = answer.turn
         self._after(takes_ms / 1000, lambda: self._end(answer, turn))
 
@@ -282,7 +282,7 @@ class Simulation:
         """It runs no longer where it ran; who served it has measured it."""
         if answer.route is None:
             raise RuntimeError("an answer is stopped that does not run")
-        self.running.discard(answer)
+        self.running.pop(answer, None)
         steps = int(1000 * (self.clock.now() - answer.since) / max(answer.step_ms, 1e-6))
         answer.left = max(1.0, answer.left - steps)
         nodes = [self.nodes.get(hop.node_id) for hop in answer.route.hops]
