@@ -16,6 +16,14 @@ from meshnet_process import run, running, wait_until
 KEY = "k-of-the-attic-0123456789"
 
 
+def anyone_of(home: str) -> ssl.SSLContext:
+    """Somebody who knows the authority of the mesh at ``home``, and shows no certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(MeshFolder(Path(home) / "mesh").authority_path)
+    return context
+
+
 def test_a_machine_that_joined_is_let_in_and_no_other(tmp_path: Path) -> None:
     kitchen, study, stranger = (str(tmp_path / name) for name in ("kitchen", "study", "stranger"))
     made = run("mesh", "create", "--name", "attic", MESHNET_HOME=kitchen)
@@ -57,14 +65,21 @@ def test_a_machine_that_joined_is_let_in_and_no_other(tmp_path: Path) -> None:
             assert "takes requests with an API key alone" in refused.stderr
             assert gateway.stop() == 0
 
+        # Over HTTPS, where a certificate is given; here the mesh's own, which its other machines know.
+        files = [f"--tls-{one}={kitchen}/mesh/{one}.pem" for one in ("certificate", "key")]
+        with running(tmp_path / "https.log", *arguments, *files, MESHNET_HOME=study) as gateway:
+            api = gateway.ready()
+            assert api.startswith("https://127.0.0.1:")
+            health = api.replace("/v1", "/healthz")
+            with urllib.request.urlopen(health, timeout=10, context=anyone_of(kitchen)) as response:  # noqa: S310
+                assert json.load(response)["status"] == "ok"
+            assert gateway.stop() == 0
+
         outside = run("gateway", "--tracker", url, "--port", "0", MESHNET_HOME=stranger)
         assert outside.returncode == 2
         assert "meshnet join TICKET" in outside.stderr
-        anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        anyone.check_hostname = False
-        anyone.load_verify_locations(MeshFolder(Path(kitchen) / "mesh").authority_path)
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(f"{url}/v1/snapshot", timeout=10, context=anyone)  # noqa: S310 - our own tracker
+            urllib.request.urlopen(f"{url}/v1/snapshot", timeout=10, context=anyone_of(kitchen))  # noqa: S310 - our own tracker
         wait_until(lambda: "turned 127.0.0.1 away (no_certificate)" in tracker.output())
         assert "turned 127.0.0.1 away (ticket)" in tracker.output()
         assert tracker.stop() == 0
