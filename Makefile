@@ -99,6 +99,7 @@ bench: dev
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.concurrency
+	$(BIN)/python -m benchmarks.prefix_reuse
 
 # Made for a machine that reaches no registry: it runs with the Python that has torch there, without a venv.
 gpu-check:

@@ -25,6 +25,7 @@ from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.tracker_client import TrackerClient
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.mesh import Mesh
+from meshnet_gateway.prefix_reuse import PrefixWish
 
 
 class WatchedTransport(HttpTransport):
@@ -59,14 +60,15 @@ class MeshSystem:
         self._engine = engine
         self._transport = transport
 
-    async def run(self, prompt: Sequence[int], new_tokens: int) -> Run:
-        """See `System`; the cached path."""
+    async def run(self, prompt: Sequence[int], new_tokens: int, prefix: PrefixWish | None = None) -> Run:
+        """See `System`; the cached path. ``prefix``: what it may take from answers before it, and leave."""
         self._transport.steps.clear()
-        times, tokens, report = await self._generate(prompt, new_tokens, cache=True)
+        times, tokens, report = await self._generate(prompt, new_tokens, cache=True, prefix=prefix)
         facts = {
             "bytes_per_step": report.get("bytes_per_step"),
             "mode": report["mode"],
             "epochs": report["epochs"],
+            "cached_tokens": report["cached_tokens"],
             "step_ms": where_a_step_goes(self._transport.steps, times),
         }
         return Run(TokenTimes(tuple(times)), tuple(tokens), facts)
@@ -86,9 +88,11 @@ class MeshSystem:
         return {**self._processes.peak_rss(), "driver": own_peak_rss()}
 
     async def _generate(
-        self, prompt: Sequence[int], new_tokens: int, *, cache: bool
+        self, prompt: Sequence[int], new_tokens: int, *, cache: bool, prefix: PrefixWish | None = None
     ) -> tuple[list[float], list[int], dict[str, Any]]:
-        request = GenerationRequest(self._model, tuple(prompt), new_tokens, SamplingParams(), frozenset(), cache)
+        request = GenerationRequest(
+            self._model, tuple(prompt), new_tokens, SamplingParams(), frozenset(), cache, prefix=prefix
+        )
         times: list[float] = []
         tokens: list[int] = []
         began = time.perf_counter()
