@@ -18,6 +18,7 @@ from meshnet_core.grammar import Grammar, panics_as
 
 COMPILE_TIMEOUT_S = 10.0
 MAX_LEXER_STATES = 50_000  # some 20 MB; a bounded string takes one for each of its characters
+_AT_ONCE = 64  # tokens
 KEPT_VOCABULARIES = 4  # about 40 MB each for 150,000 tokens
 
 
@@ -62,8 +63,11 @@ class Constraint:
             if same < len(self._taken):
                 self._matcher.rollback(len(self._taken) - same)
             self._taken = list(answer)
-            followed = self._matcher.consume_tokens(list(answer[same:]))
-        if not followed:
+            for at in range(same, len(answer), _AT_ONCE):
+                if at > same:
+                    self._matcher.compute_bitmask()  # a step's fuel is for one step, and a long answer takes many
+                self._matcher.consume_tokens(list(answer[at : at + _AT_ONCE]))
+        if self._matcher.is_error():
             raise GrammarError(f"the answer left its grammar: {self._why()}")
 
     def _why(self) -> str:
