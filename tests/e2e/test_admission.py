@@ -25,7 +25,8 @@ from tiny_models import save_tiny
 pytestmark = pytest.mark.long
 
 PROMPT_LENGTH, COUNT = 9, 8
-PER_POSITION = 2 * 2 * 2 * 8 * 4 + 32 * 4  # keys and values of two layers, and hidden states on their way to hop 1
+# Keys and values of two layers, the token ids that come in, and hidden states on their way to hop 1.
+PER_POSITION = 2 * 2 * 2 * 8 * 4 + 4 + 32 * 4
 EXPIRED = 'meshnet_node_sessions_dropped_total{reason="expired"}'
 ROOM_FOR_8 = str(8 * (PROMPT_LENGTH + COUNT) * PER_POSITION)
 

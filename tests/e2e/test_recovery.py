@@ -36,7 +36,8 @@ pytestmark = [pytest.mark.real_model, pytest.mark.long, pytest.mark.timeout(1200
 
 KILLS = 16
 GROWTH_QUANTUM = 256  # positions that an open sets aside beyond its prefill
-TAIL_BYTES_PER_POSITION = 15 * 2 * 3 * 64 * 4  # keys and values of fifteen layers: three heads of 64, float32
+# Keys and values of fifteen layers, three heads of 64, and the hidden states that come in; float32.
+TAIL_BYTES_PER_POSITION = (15 * 2 * 3 * 64 + 576) * 4
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ async def test_a_session_that_gives_way_to_another_is_prefilled_again_once_there
             engine=engine, names=route, count=older_count, during=at_token(GROWTH_QUANTUM - 5, ask_too)
         )
         answer = await younger[0]
-        assert (older.ids[:COUNT], older.report["epochs"]) == (expected, 1)
+        assert (older.ids[:COUNT], older.report["epochs"]) == (expected, 1), older.recoveries
         assert answer.ids == expected
         assert answer.report["epochs"] == 2
         (event,) = answer.recoveries

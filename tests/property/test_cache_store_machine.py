@@ -17,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, CacheMissError, MeshnetError, MissReason
-from meshnet_node.cache_store import CacheStore, SessionKey, StoreLimits
+from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey, StoreLimits
 
 LIMITS = StoreLimits(budget_bytes=100, stateless_bytes=50, max_sessions=4, ttl_s=60.0, running_s=10.0)
 FOR_GOOD = 10**9
@@ -30,11 +30,11 @@ waits = st.sampled_from([0.0, 0.5, 9.5, 10.0, 30.0, 60.0, 60.5])
 reasons = st.sampled_from([MissReason.FAILED, MissReason.EVICTED])
 
 
-def refused(call: Callable[[], object]) -> MeshnetError | None:
+def refused(call: Callable[[], object]) -> MeshnetError | RoomAwaitedError | None:
     """What ``call`` refuses with; None if it does not."""
     try:
         call()
-    except MeshnetError as error:
+    except (MeshnetError, RoomAwaitedError) as error:
         return error
     return None
 
@@ -327,6 +327,11 @@ class StoreMachine(RuleBasedStateMachine):
         if max(grower.nbytes, needs) > LIMITS.budget_bytes and not grower.stateless:
             assert isinstance(refusal, CacheFullError)
             model.depart(key, MissReason.EVICTED)
+            return multiple()
+        if isinstance(refusal, RoomAwaitedError):
+            others = [*model.condemned, *(e for e in before.values() if e.leases and e.age > grower.age)]
+            assert any(other.stateless is grower.stateless for other in others)
+            self._check_who_gave_way(key, grower, before, idle, needs)
             return multiple()
         self._check_who_gave_way(key, grower, before, idle, needs)
         if refusal is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
-from meshnet_node.cache_store import CacheStore, SessionKey, StoreLimits
+from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey, StoreLimits
 
 LIMITS = StoreLimits(budget_bytes=100, max_sessions=4, ttl_s=60.0, running_s=10.0)
 
@@ -431,9 +431,31 @@ def test_who_grows_never_takes_a_leased_entry(store: CacheStore[Held]) -> None:
     with store.lease(key("c"), 0):
         grow(store, "a", 50)
         assert names(store) == {"a", "c"}
-        with pytest.raises(CacheMissError), store.lease(key("a"), 0, needs=80):
+        with pytest.raises(RoomAwaitedError), store.lease(key("a"), 0, needs=80):
             pass  # c cannot be taken and nobody else is there
-    assert names(store) == {"c"}
+        assert names(store) == {"a", "c"}
+    grow(store, "a", 80)  # its frame has ended
+    assert names(store) == {"a"}
+
+
+def test_the_youngest_gives_way_though_older_ones_run(store: CacheStore[Held]) -> None:
+    for name in "abc":
+        admit(store, name, 30)
+    with store.lease(key("a"), 0), store.lease(key("b"), 0), pytest.raises(CacheMissError):
+        store.lease(key("c"), 0, needs=50).__enter__()
+    assert names(store) == {"a", "b"}
+
+
+def test_what_has_left_and_is_still_run_on_is_waited_for_before_anybody_else_goes(store: CacheStore[Held]) -> None:
+    for name in "abc":
+        admit(store, name, 30)
+    with store.lease(key("c"), 0):
+        store.release("c")
+        with pytest.raises(RoomAwaitedError), store.lease(key("a"), 0, needs=60):
+            pass
+        assert names(store) == {"a", "b"}
+    grow(store, "a", 60)
+    assert names(store) == {"a", "b"}
 
 
 def test_who_outgrows_the_node_is_told_so_and_its_state_is_dropped(store: CacheStore[Held]) -> None:

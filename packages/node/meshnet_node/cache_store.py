@@ -39,6 +39,10 @@ class Held(Protocol):
         ...
 
 
+class RoomAwaitedError(Exception):
+    """A session cannot grow before frames of others have ended: of those that have left, or will give way to it."""
+
+
 H = TypeVar("H", bound=Held)
 STATELESS_BYTES = 256 * 2**20
 
@@ -241,6 +245,7 @@ class CacheStore(Generic[H]):
                 session that are in flight together each name what they and those before them lead to.
 
         Raises:
+            RoomAwaitedError: others have left or will give way, but frames run on them; try again when one has ended.
             CacheMissError: as `require`; also when the session cannot grow and is the youngest, so that it gives way.
             CacheFullError: when it alone would outgrow the budget.
         """
@@ -374,7 +379,12 @@ class CacheStore(Generic[H]):
             if victims is None:
                 alike = {name: other for name, other in self._entries.items() if other.stateless is stateless}
                 free = [name for name, other in alike.items() if other is entry or not other.leases]
-                victims = [max(free, key=lambda name: self._entries[name].admission)]
+                youngest = max(free, key=lambda name: self._entries[name].admission)
+                younger_run = any(other.leases and other.admission > entry.admission for other in alike.values())
+                leaving = any(other.stateless is stateless for other in self._condemned)
+                if leaving or (youngest == key and younger_run):
+                    raise RoomAwaitedError
+                victims = [youngest]
                 self.preempted += 1
             for victim in victims:
                 self.drop(victim, MissReason.EVICTED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
 from meshnet_core.link_times import LinkTimes
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.transport import HopTransport
-from meshnet_node.cache_store import CacheStore, SessionKey
+from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey
 from meshnet_node.forward_lane import ForwardLane, LaneTiming
 from meshnet_node.hop_session import FrameKey, HopSession, Outcome, Run
 from meshnet_node.model_backend import ForwardCancelledError, ShardResult, ShardWork
@@ -104,6 +104,7 @@ class FrameRuns:
         self._is_draining = is_draining
         self._links = links
         self._background: set[asyncio.Task[Any]] = set()
+        self._lane_left = asyncio.Event()  # set and replaced whenever a frame has left the lane, and its lease ended
 
     async def close(self) -> None:
         """Cancel what still runs, and wait for it."""
@@ -212,11 +213,10 @@ class FrameRuns:
 
         async def leased() -> tuple[ShardResult, tuple[SampledToken, ...], LaneTiming]:
             """Holds the session until the lane is through with the frame, though nobody may wait for that any more."""
-            with (
-                self._store.lease(key, frame.epoch, session.room(end)),
-                self._prefixes.begun_from(session, frame) as held,
-            ):
-                begun = replace(work, held=held)
+            with ExitStack() as leases:
+                async with session.entering:
+                    await self._lease(leases, key, session, frame)
+                    begun = replace(work, held=leases.enter_context(self._prefixes.begun_from(session, frame)))
                 (result, tokens, copy), timing = await self._lane.run(turn, shard.backend, begun, finish)
                 if copy is not None:
                     self._prefixes.keep_copy(session, copy)
@@ -349,9 +349,22 @@ class FrameRuns:
             return miss
         return CacheMissError(f"a frame of session {key.session} was cancelled", reason=MissReason.FAILED)
 
+    async def _lease(self, leases: ExitStack, key: SessionKey, session: HopSession, frame: Frame) -> None:
+        """Lease the session for a frame, as soon as there is room for it to grow."""
+        room = session.room(frame.position + frame.seq_len)
+        while True:
+            try:
+                leases.enter_context(self._store.lease(key, frame.epoch, room))
+            except RoomAwaitedError:
+                await self._lane_left.wait()
+            else:
+                return
+
     def _through(self, on_lane: asyncio.Task[Any]) -> None:
         """The lane is through with a frame; an error of it was for the run, which may have gone before."""
         self._background.discard(on_lane)
+        self._lane_left.set()
+        self._lane_left = asyncio.Event()
         if not on_lane.cancelled():
             on_lane.exception()
 

@@ -101,6 +101,7 @@ class HopSession:
         constraint: at the tail of an answer that is held to a grammar.
         runs: frames in flight, and the last few finished (`KEPT_RUNS`).
         changed: set and replaced whenever `accepted` or the number of frames in flight changes.
+        entering: held by the frame that is about to enter the lane, in order.
         frames: how many frames of each kind were run, for people to read.
         offered: positions at which it could begin from prefixes held here, as its gateway was told.
         inherited: where what it began from serves, as far as it was taken: its own state serves there too.
@@ -114,6 +115,7 @@ class HopSession:
     constraint: Constraint | None = None
     runs: dict[FrameKey, Run] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    entering: asyncio.Lock = field(default_factory=asyncio.Lock)
     frames: dict[str, int] = field(default_factory=dict)
     received_bytes: int = 0
     state_bytes: int = 0

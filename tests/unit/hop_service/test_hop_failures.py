@@ -206,3 +206,36 @@ async def test_when_one_cannot_grow_the_younger_gets_a_miss_and_the_older_goes_o
     for _ in range(5):
         await step("s-old")
     assert store.nbytes <= store.limits.budget_bytes
+
+
+async def test_an_older_session_waits_for_the_younger_ones_frame_and_is_not_displaced_by_it(
+    line: Line, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    """The younger one has to give way, and can only once no frame runs on it."""
+    monkeypatch.setattr(hop_service, "GROWTH_QUANTUM", 2)
+    newest = {}
+    for session in ("s-old", "s-young"):
+        await line.open(session=session)
+        newest[session] = await line.prefill(PROMPT, session=session)
+
+    def step(session: str) -> asyncio.Task[FrameReply]:
+        reply = newest[session]
+        return asyncio.create_task(line.send(decode_frame(reply.tokens[0].id, reply.position, session=session)))
+
+    store = line.hops[1].store
+    for session in ("s-young", "s-old", "s-old"):
+        newest[session] = await step(session)
+    store.limits = replace(LIMITS, budget_bytes=store.nbytes)  # what both were given: one step more for the younger one
+    line.shards[1].before = gate
+    young = step("s-young")
+    await gate.reached()
+    old = step("s-old")
+    await until(lambda: line.hops[1].store.find(SessionKey("s-old", 1))[0].in_flight == 1)  # type: ignore[index]
+    await asyncio.sleep(0.05)
+    assert not old.done()
+    assert store.find(SessionKey("s-old", 1)) is not None
+    gate.open()
+    newest["s-old"] = await old
+    await asyncio.gather(young, return_exceptions=True)
+    assert store.find(SessionKey("s-young", 1)) is None
+    newest["s-old"] = await step("s-old")
