@@ -297,7 +297,7 @@ def test_anthropics_client(api: str) -> None:
     script = (
         "import sys, anthropic\n"
         "client = anthropic.Anthropic(base_url=sys.argv[1], api_key='none', max_retries=0)\n"
-        "fields = dict(model=sys.argv[2], max_tokens=8, temperature=0, system='Be brief.',\n"
+        "fields = dict(model=sys.argv[2], max_tokens=8, extra_body={'temperature': 0}, system='Be brief.',\n"
         "    messages=[{'role': 'user', 'content': 'Why is the sky blue?'}])\n"
         "whole = client.messages.create(**fields)\n"
         "with client.messages.stream(**fields) as stream:\n"

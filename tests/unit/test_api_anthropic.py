@@ -123,6 +123,7 @@ async def test_a_conversation_with_tools_becomes_the_templates(model: TextModel)
         ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
         ({"temperature": 1.5}, "temperature"),
         ({"betas": ["x"]}, "betas"),
+        ({"output_config": {"effort": "low"}}, "output_config is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
         ({"tools": [TOOL, TOOL]}, "same name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "none of the tools"),

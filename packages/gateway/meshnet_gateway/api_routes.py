@@ -62,7 +62,9 @@ def door_of(request: Request) -> Door:
 
 router = APIRouter(responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}})
 _Responses = dict[int | str, dict[str, Any]]
-_EVENTS = {"text/event-stream": {"schema": {"type": "string", "description": "Chunks, as server-sent events."}}}
+_STRING = {"type": "string"}
+_EVENT = {"type": "object", "properties": {"data": _STRING, "event": _STRING}, "required": ["data"]}
+_EVENTS = {"text/event-stream": {"schema": {**_EVENT, "description": "Chunks, as server-sent events."}}}
 _PLAIN: _Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 _NOT_HERE = {
     "embeddings": "models here write text and give no embeddings",

@@ -109,6 +109,13 @@ class MessagesRequest(Body):
     ] = None
     service_tier: Annotated[Any, neutral_only("service_tier", "there is one tier", "auto", "standard_only")] = None
     cache_control: _Caching = None
+    output_config: Annotated[Any, neutral_only("output_config", "use /v1/chat/completions with response_format")] = None
+    container: Annotated[Any, neutral_only("container", "nothing is run here")] = None
+    diagnostics: Annotated[Any, neutral_only("diagnostics", "the meshnet object of the answer tells them")] = None
+    inference_geo: Annotated[Any, neutral_only("inference_geo", "the mesh is where its machines are")] = None
+    speed: Annotated[Any, neutral_only("speed", "there is one speed", "standard")] = None
+    user_profile_id: Annotated[Any, neutral_only("user_profile_id", "there are no profiles")] = None
+    workspace_id: Annotated[Any, neutral_only("workspace_id", "there are no workspaces")] = None
 
     def as_chat(self) -> ChatRequest:
         """The same as a chat request.
