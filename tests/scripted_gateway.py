@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+
+from app_thread import serving_app
 
 REPORT = {"session": "s-1", "completion_tokens": 2, "tokens_per_s": 12.5, "ttft_s": 0.25}
 
@@ -23,11 +25,13 @@ class ScriptedGateway:
         answers: pieces of each answer; an exception as a piece becomes an error in the stream, None hangs.
         requests: what was asked.
         models: what is served.
+        status: of the mesh.
         hung_up: set when a client leaves an answer that hangs.
     """
 
     answers: list[list[str | Exception | None]]
     models: list[str] = field(default_factory=lambda: ["tiny"])
+    status: dict[str, Any] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     hung_up: threading.Event = field(default_factory=threading.Event)
@@ -35,11 +39,15 @@ class ScriptedGateway:
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/meshnet/status", self._status)
         app.router.add_post("/v1/chat/completions", self._chat)
         return app
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
+
+    async def _status(self, _: web.Request) -> web.Response:
+        return web.json_response(self.status)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(await request.json())
@@ -70,25 +78,6 @@ def _data(document: dict[str, Any]) -> bytes:
 @contextmanager
 def serving(gateway: ScriptedGateway) -> Iterator[ScriptedGateway]:
     """Serve it on a free port; ``gateway.url`` is its API."""
-    loop = asyncio.new_event_loop()
-    stop = asyncio.Event()
-
-    async def serve(ready: Callable[[], None]) -> None:
-        runner = web.AppRunner(gateway.app(), handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        gateway.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        ready()
-        await stop.wait()
-        await runner.cleanup()
-
-    started = threading.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(started.set)))
-    thread.start()
-    assert started.wait(20)
-    try:
+    with serving_app(gateway.app()) as url:
+        gateway.url = f"{url}/v1"
         yield gateway
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()

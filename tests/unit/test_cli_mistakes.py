@@ -100,6 +100,12 @@ def taken_port() -> Iterator[int]:
         (["chat", "--url", "localhost:8000", "-m", "hi"], 2, r"write it like http://"),
         (["chat", "--url", f"{NOBODY}/v1", "-m", "hi"], 1, r"start one with `meshnet up smollm2`"),
         (["chat", "stray"], 2, r"unexpected extra argument"),
+        (["status", "--url", f"{NOBODY}/v1"], 1, r"no gateway answers at .*meshnet up smollm2"),
+        (["status", "--tracker", NOBODY], 1, r"start one with `meshnet tracker`"),
+        (["status", "--tracker", "nowhere"], 2, r"a URL such as http"),
+        (["status", "--url", f"{NOBODY}/v1", "--tracker", NOBODY], 2, r"give one of them"),
+        (["nodes", "--url", "localhost"], 2, r"write it like http://"),
+        (["nodes", "--tracker", NOBODY], 1, r"start one with `meshnet tracker`"),
     ],
 )
 def test_a_mistake_is_told_with_its_remedy(

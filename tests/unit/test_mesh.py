@@ -219,7 +219,7 @@ async def status_of(mesh: Mesh, tracker: FakeTracker, url: str) -> dict[str, Any
     tracker.known = snapshot(node("a", "0-14", url=url, sessions=3, state_bytes=7))
     (told,) = (await mesh.status())["nodes"]
     assert (told["node"], told["url"]) == ("a", url)
-    assert told["layers"] == [{"model": "m", "layers": "0-14", "dtype": "float32"}]
+    assert told["layers"] == [{"model": "m", "layers": "0-14", "dtype": "float32", "loaded": True, "decode_ms": 1.0}]
     return dict(told)
 
 

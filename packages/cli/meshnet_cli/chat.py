@@ -32,9 +32,7 @@ class Partner:
 
 
 def chat(
-    url: Annotated[
-        str | None, typer.Option("--url", help="The gateway's API.", show_default=options.DEFAULT_API_URL)
-    ] = None,
+    url: options.GatewayUrl = None,
     message: Annotated[
         str | None, typer.Option("--message", "-m", metavar="TEXT", help="Say this, show the answer and leave.")
     ] = None,
@@ -44,15 +42,7 @@ def chat(
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, max=2, help="0 always says the likeliest.")
     ] = TEMPERATURE,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key",
-            metavar="KEY",
-            help="Key to bring, where the gateway asks for one.",
-            show_default="the first in MESHNET_API_KEY",
-        ),
-    ] = None,
+    api_key: options.ClientKey = None,
 ) -> None:
     """Chat with the model that a mesh serves."""
     from meshnet_cli.chat_stream import Gateway, GatewayUnreachableError

@@ -20,6 +20,7 @@ import aiohttp
 from meshnet_cli import access
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.errors import InvalidInputError
+from meshnet_core.tracker_client import connection_words
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 120.0  # longer than a gateway waits for one step of its nodes
@@ -140,8 +141,11 @@ class Gateway:
             raise CommandFailedError(error_text(document, response.status))
         return document
 
-    def _unreachable(self, error: BaseException) -> GatewayUnreachableError:
-        reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+    def _unreachable(self, error: Exception) -> GatewayUnreachableError:
+        if isinstance(error, TimeoutError):
+            reason = "no answer in time"
+        else:  # a gateway's certificate is its own affair, not the mesh's
+            reason = str(error) if isinstance(error, aiohttp.ClientSSLError) else connection_words(error)
         return GatewayUnreachableError(
             f"no gateway answers at {self.url} ({reason}); start one with `meshnet up smollm2`, "
             "or name yours with --url"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,7 @@ def join(
     ticket: Annotated[str, typer.Argument(metavar="TICKET", help="As `meshnet mesh ticket` shows it; - reads it.")],
     machine: MachineName = None,
     mesh: options.MeshPath = None,
+    as_json: options.Json = False,
 ) -> None:
     """Join a mesh: this machine gets its own certificate, and knows where the trackers are."""
     from meshnet_core.mesh_folder import MeshFolder, default_path
@@ -32,6 +34,9 @@ def join(
     parsed = JoinTicket.parse(typer.get_text_stream("stdin").read() if ticket == "-" else ticket)
     folder = MeshFolder(mesh or default_path())
     at = asyncio.run(enroll(parsed, folder, machine_name(machine), find_trackers.of_mesh))
+    if as_json:
+        typer.echo(json.dumps({"tracker": at, "pin": parsed.pin, "folder": str(folder.path)}, indent=2))
+        return
     typer.echo(
         f"joined through {at}; this machine's identity is in {folder.path}\n"
         "next: meshnet node MODEL --layers FIRST-LAST --host 0.0.0.0, or meshnet gateway"

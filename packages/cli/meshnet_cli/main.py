@@ -11,7 +11,22 @@ from typing import Annotated
 
 import typer
 
-from meshnet_cli import chat, complaint, demo, gateway, join, mesh, node, plan, route, tracker, up, verify
+from meshnet_cli import (
+    chat,
+    complaint,
+    demo,
+    gateway,
+    join,
+    mesh,
+    node,
+    nodes,
+    plan,
+    route,
+    status,
+    tracker,
+    up,
+    verify,
+)
 from meshnet_core import __version__
 
 app = typer.Typer(
@@ -40,6 +55,8 @@ def _options(
 
 app.command("up")(up.up)
 app.command("chat")(chat.chat)
+app.command("status")(status.status)
+app.command("nodes")(nodes.nodes)
 app.command("tracker")(tracker.tracker)
 app.command("node")(node.node)
 app.command("gateway")(gateway.gateway)

@@ -25,12 +25,16 @@ def create(
     name: Annotated[str, typer.Option("--name", help="The mesh's name, for people.")] = "home",
     machine: MachineName = None,
     mesh: options.MeshPath = None,
+    as_json: options.Json = False,
 ) -> None:
     """Make a mesh: its authority, and this machine as the first in it."""
     from meshnet_core.mesh_folder import MeshFolder, default_path
 
     folder = MeshFolder(mesh or default_path())
     folder.create(check_id(name, "--name"), machine_name(machine))
+    if as_json:
+        typer.echo(json.dumps({"mesh": name, "pin": folder.pin(), "folder": str(folder.path)}, indent=2))
+        return
     typer.echo(
         f"made mesh {name} in {folder.path}\n"
         f"keep {folder.authority_key_path} to yourself: whoever has it can let machines in\n"
@@ -55,6 +59,7 @@ def ticket(
     valid: Annotated[str, typer.Option("--valid", metavar="TIME", help="For how long, such as 30m, 1h or 7d.")] = "1h",
     uses: Annotated[int, typer.Option("--uses", min=1, max=1000, metavar="N", help="For how many machines.")] = 1,
     mesh: options.MeshPath = None,
+    as_json: options.Json = False,
 ) -> None:
     """Make a ticket with which a machine joins; pass it on like a password."""
     from meshnet_core.join_ticket import MAX_TRACKERS, JoinTicket
@@ -67,7 +72,12 @@ def ticket(
         raise InvalidInputError("--search names no tracker, --tracker does; give one of them")
     dialled = [] if search else tracker or [url for url in folder.trackers() if not trust.is_loopback_url(url)]
     known = tuple(dialled)[:MAX_TRACKERS]
-    made = JoinTicket(folder.pin(), tickets.issue(seconds(valid), uses), known)
+    valid_s = seconds(valid)
+    made = JoinTicket(folder.pin(), tickets.issue(valid_s, uses), known)
+    if as_json:
+        told = {"ticket": str(made), "valid_s": valid_s, "uses": uses, "trackers": list(known)}
+        typer.echo(json.dumps(told, indent=2))
+        return
     typer.echo(str(made))
     complaint.say(
         f"for {'one machine' if uses == 1 else f'{uses} machines'}, within {valid}: meshnet join TICKET; "
@@ -90,7 +100,7 @@ def seconds(text: str) -> float:
 @app.command()
 def show(
     mesh: options.MeshPath = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show which mesh this machine is in, as whom, until when, and where its trackers are."""
     from meshnet_core import certificates

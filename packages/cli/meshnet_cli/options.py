@@ -76,6 +76,20 @@ ApiKeysFile = Annotated[
 NoApiKey = Annotated[
     bool, typer.Option("--no-api-key", help="Let everybody use the API who reaches it, also from other machines.")
 ]
+GatewayUrl = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help="The gateway's API.", show_default=DEFAULT_API_URL),
+]
+ClientKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        help="Key to bring, where the gateway asks for one.",
+        show_default="the first in MESHNET_API_KEY",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Announce = Annotated[
     bool, typer.Option("--mdns/--no-mdns", help="Whether it can be found on the local network by multicast DNS.")
 ]

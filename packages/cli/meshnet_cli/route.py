@@ -26,7 +26,7 @@ def route(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show what was weighed: each hop's price, the others, who was left out.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: options.Json = False,
     without: Annotated[
         list[str] | None,
         typer.Option("--without", metavar="NODE", help="Leave a node out; may be given several times."),

@@ -20,8 +20,9 @@ from meshnet_core.demand import Demand
 from meshnet_core.errors import MeshnetError, ModelNotFoundError, TrackerUnreachableError
 from meshnet_core.exploration import RouteDraws
 from meshnet_core.frames import PROTOCOLS
+from meshnet_core.hop_price import NS
 from meshnet_core.membership import NodeInfo, Snapshot
-from meshnet_core.planning import plan_route
+from meshnet_core.planning import choose, plan_route
 from meshnet_core.route import Route
 from meshnet_core.tracker_client import TrackerHealth
 
@@ -150,14 +151,7 @@ class Mesh:
             "snapshot_age_s": round(age_s, 3),
             "degraded": degradations(trackers, age_s),
             "models": [
-                {
-                    "name": model.name,
-                    "fingerprint": model.fingerprint,
-                    "num_layers": model.num_layers,
-                    "complete": model.complete,
-                    "missing_layers": [str(gap) for gap in model.missing],
-                }
-                for model in served_models(snapshot, protocols=self._protocols)
+                self._model_status(model, snapshot) for model in served_models(snapshot, protocols=self._protocols)
             ],
             "nodes": nodes,
         }
@@ -191,6 +185,30 @@ class Mesh:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(ask())
 
+    def _model_status(self, model: ModelSummary, snapshot: Snapshot) -> dict[str, Any]:
+        """What is said of a model, with the route that costs least now and what one token on it is expected to take."""
+        route = ms = None
+        if model.complete:
+            plan = choose(
+                snapshot,
+                model.name,
+                frozenset(),
+                fingerprint=model.fingerprint,
+                protocols=self._protocols,
+                demand=Demand(),
+                draw=None,
+            )
+            route, ms = str(plan.route), round(plan.cost / NS, 3)
+        return {
+            "name": model.name,
+            "fingerprint": model.fingerprint,
+            "num_layers": model.num_layers,
+            "complete": model.complete,
+            "missing_layers": [str(gap) for gap in model.missing],
+            "route": route,
+            "expected_ms_per_token": ms,
+        }
+
     async def _node_status(self, node: NodeInfo) -> dict[str, Any]:
         known: dict[str, Any] = {
             "node": node.node_id,
@@ -198,7 +216,14 @@ class Mesh:
             "device": node.device,
             "version": node.version,
             "layers": [
-                {"model": shard.model, "layers": str(shard.layers), "dtype": shard.dtype} for shard in node.shards
+                {
+                    "model": shard.model,
+                    "layers": str(shard.layers),
+                    "dtype": shard.dtype,
+                    "loaded": shard.loaded,
+                    "decode_ms": shard.decode_ms,
+                }
+                for shard in node.shards
             ],
             "draining": node.draining,
         }

@@ -1,0 +1,72 @@
+"""`meshnet nodes`: one line for each node and shard of a mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from meshnet_cli import options
+from meshnet_cli.mesh_source import Source
+from meshnet_cli.status import megabytes
+
+PIPED_WIDTH = 160  # columns, where nobody's terminal says how many
+COLUMNS = ("node", "model", "layers", "device", "dtype", "ms per layer", "sessions", "cache", "state")
+
+
+def nodes(
+    url: options.GatewayUrl = None,
+    tracker: options.TrackerUrls = None,
+    as_json: options.Json = False,
+    api_key: options.ClientKey = None,
+    mesh: options.MeshPath = None,
+    insecure: options.Insecure = False,
+) -> None:
+    """List the nodes of a mesh: their layers, device, speed, sessions and memory."""
+    source = Source(url, api_key, options.tracker_urls(tracker), mesh, insecure)
+    found = asyncio.run(source.document("nodes"))["nodes"]
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    if not found:
+        print("no node has registered; start one with `meshnet node MODEL --layers FIRST-LAST`")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*COLUMNS)
+    for row in rows(found):
+        table.add_row(*row)
+    Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
+
+
+def rows(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """The table's rows, one for each shard, in the order of `COLUMNS`; pure.
+
+    Args:
+        found: the ``nodes`` of `GET /v1/meshnet/status`.
+    """
+    for node in found:
+        budget = node.get("budget_bytes")
+        cache = megabytes(node.get("state_bytes", 0)) + (f" of {megabytes(budget)}" if budget is not None else "")
+        for index, shard in enumerate(node["layers"] or [{}]):
+            first = index == 0
+            yield (
+                node["node"] if first else "",
+                shard.get("model", "-"),
+                shard.get("layers", "-") + ("" if shard.get("loaded", True) else " (not in memory)"),
+                node["device"],
+                shard.get("dtype", "-"),
+                "not measured" if shard.get("decode_ms") is None else f"{shard['decode_ms']:.3f}",
+                str(node.get("sessions", "?")) if first else "",
+                cache if first else "",
+                _state(node) if first else "",
+            )
+
+
+def _state(node: Mapping[str, Any]) -> str:
+    if not node["answers"]:
+        return "does not answer"
+    return "draining" if node["draining"] else "serving"
