@@ -118,6 +118,13 @@ def test_a_token_of_another_mesh_or_changed_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "spent.json").exists()
 
 
+def test_while_it_is_not_known_who_used_tickets_none_is_taken(tmp_path: Path) -> None:
+    tickets = Tickets(b"secret", tmp_path / "spent.json", Wall())
+    (tmp_path / "spent.json").write_text("{half")
+    with pytest.raises(TicketRefusedError, match="cannot be read"):
+        tickets.take(tickets.issue(60, uses=1), "a")
+
+
 @pytest.mark.parametrize(("valid_s", "uses"), [(0, 1), (-1, 1), (float("inf"), 1), (60, 0), (60, 10_000)])
 def test_a_ticket_without_bounds_is_not_made(valid_s: float, uses: int, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError):

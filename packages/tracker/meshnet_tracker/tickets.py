@@ -82,6 +82,11 @@ class Tickets:
             spent: dict[str, dict[str, Any]] = json.loads(self._spent.read_text("utf-8"))
         except FileNotFoundError:
             return {}
+        except ValueError as error:  # as if no ticket had ever been used would let others in
+            raise TicketRefusedError(
+                f"{self._spent} on the tracker's machine cannot be read, so nobody is let in: {error}; delete it and "
+                "have new tickets made"
+            ) from error
         return spent
 
     def _write(self, spent: object) -> None:
