@@ -16,8 +16,10 @@ from in_process_mesh import MODEL, TinyMesh, random_prompt, reference_greedy, re
 from meshnet_core.errors import MissReason
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
+from meshnet_gateway.prefix_reuse import PrefixWish
 from meshnet_gateway.recovery import Replay
 from meshnet_node.cache_store import SessionKey
+from prefix_chat import HOLDING
 from tiny_models import save_tiny
 
 AT_ONCE, COUNT = 4, 12
@@ -42,7 +44,7 @@ MIXES = [
 
 
 def requests(count: int) -> list[GenerationRequest]:
-    """Mostly cached, some stateless, some replayed exactly, some sampled."""
+    """Mostly cached, some stateless, some replayed exactly, some sampled; most begin on what others left."""
     ways = itertools.cycle(
         [
             {},
@@ -56,8 +58,10 @@ def requests(count: int) -> list[GenerationRequest]:
     )
     made = []
     for index, way in zip(range(count), ways, strict=False):
-        fields: dict[str, object] = {"sampling": SamplingParams(), **way}
-        made.append(GenerationRequest(MODEL, tuple(PROMPTS[index % len(PROMPTS)]), COUNT, **fields))  # type: ignore[arg-type]
+        prompt = tuple(PROMPTS[index % len(PROMPTS)])
+        prefix = PrefixWish(keep_at=(2, len(prompt) - 1)) if index % 4 else None
+        fields: dict[str, object] = {"sampling": SamplingParams(), "prefix": prefix, **way}
+        made.append(GenerationRequest(MODEL, prompt, COUNT, **fields))  # type: ignore[arg-type]
     return made
 
 
@@ -100,6 +104,7 @@ async def storm(mesh: TinyMesh, todo: list[GenerationRequest]) -> tuple[list[lis
         for service in mesh.services.values():
             for held in list(service.store):
                 if held.document.session == session:
+                    service.store.prefixes.give_way(1)  # what was told of at some open may be gone at its first frame
                     service.store.drop(SessionKey(session, held.document.hop_index), MissReason.EVICTED)
                     return
 
@@ -108,6 +113,7 @@ async def storm(mesh: TinyMesh, todo: list[GenerationRequest]) -> tuple[list[lis
             index, request = queue.pop(0)
             answers[index], report = await ids_of(engine, request, evict if index % 5 == 0 else None)
             done.update(event["action"] for event in report["recoveries"])  # type: ignore[attr-defined]
+            done["reused"] += bool(report["cached_tokens"])
 
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
@@ -119,14 +125,16 @@ async def check(mix: Mix, folder: Path, count: int, seed: int) -> tuple[Counter[
     save_tiny(mix.family, folder)
     expected = await expected_answers(folder, mix.ranges)
     transport = ChaosTransport(seed)
-    async with tiny_mesh(folder, mix.ranges, transport=transport) as mesh:
+    async with tiny_mesh(folder, mix.ranges, limits=HOLDING, transport=transport) as mesh:
         todo = requests(count)
         answers, done = await storm(mesh, todo)
         for request, answer in zip(todo, answers, strict=True):
             assert answer == expected[request.prompt_ids, request.sampling is HOT]
         await transport.settle()
         assert mesh.held_sessions == 0
-        assert [service.store.nbytes for service in mesh.services.values()] == [0] * len(mix.ranges)
+        for service in mesh.services.values():
+            assert service.store.nbytes == service.store.prefixes.nbytes
+        assert done["reused"]
     return transport.faults, done
 
 
