@@ -14,7 +14,8 @@ those that end at its start and have no known link to it, or from one of the few
         + rate x (stop - at) + fixed
 
 That is done in two passes, as A* would: from the end down, what is still to come costs at least, with each shard
-entered over its best link; from layer 0 up, only what may still beat a path that is known.
+entered over its best link; from layer 0 up, only what may still beat a path that is known. In a large mesh a good one
+is looked for first, among the few most promising shards at each boundary.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import NamedTuple
+
+BEAM = 8  # shards at each boundary, and ways to it, among which a good path is looked for
 
 
 @dataclass(slots=True, eq=False)
@@ -92,19 +96,31 @@ def cheapest_path(edges: Iterable[Edge], num_layers: int) -> Path | None:
     if 0 not in rest.least:
         return None
     enough = rest.path_cost(way_in)
+    if len(all_edges) > BEAM * len(groups):
+        narrow = {stop: group.narrowed(BEAM) for stop, group in groups.items()}
+        found = _forward(narrow, rest, num_layers, way_in, enough, BEAM)
+        enough = enough if found is None else min(enough, found.cost)
+    return _forward(groups, rest, num_layers, way_in, enough)
+
+
+def _forward(
+    groups: Mapping[int, _Group], rest: _Rest, num_layers: int, way_in: int, enough: int, beam: int | None = None
+) -> Path | None:
+    """The best path that costs no more than ``enough``; with a ``beam`` not surely the best, but soon found."""
     labels: defaultdict[int, _Labels] = defaultdict(_Labels)
     labels[0].by_edge[None] = Path((way_in, 0, ()))
     for at in sorted({0, *groups} - {num_layers}):
         here = labels.pop(at, None)
         if here is None or not here.by_edge:
             continue
-        before = sorted(here.by_edge.values(), key=_rank)
+        before = sorted(here.by_edge.values(), key=_rank)[:beam]
+        by_sender = here.by_edge if beam is None else {path.edge: path for path in before}
         for stop, group in groups.items():
             if stop > at and group.first_start <= at and stop in rest.least:
                 left = enough - rest.least[stop] - before[0].cost
                 if group.least_rate * (stop - at) + group.least_low <= left:
-                    labels[stop].extend(group.edges, at, before, here.by_edge, left)
-    return min(labels[num_layers].by_edge.values(), key=_rank)
+                    labels[stop].extend(group.edges, at, before, by_sender, left)
+    return min(labels[num_layers].by_edge.values(), key=_rank, default=None)
 
 
 @dataclass(slots=True)
@@ -120,6 +136,11 @@ class _Group:
         self.first_start = self.edges[0].start
         self.least_rate = min(edge.rate for edge in self.edges)
         self.least_low = min(edge._low for edge in self.edges)
+
+    def narrowed(self, most: int) -> _Group:
+        """The few that look cheapest over their whole length."""
+        kept = nsmallest(most, self.edges, key=lambda edge: edge.rate * (edge.stop - edge.start) + edge._low)
+        return _Group(sorted(kept, key=lambda edge: (edge.start, edge.node_id)))
 
     def hopeful(self) -> list[Edge]:
         """Those that may be the cheapest from some boundary on, wherever each is entered over its best link."""
