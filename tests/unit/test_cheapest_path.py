@@ -26,7 +26,7 @@ def mesh(seed: int, count: int, *, alike: bool) -> list[Edge]:
                 fixed=0 if alike else rng.randrange(9),
                 entry=rng.choice([4, 4, 0, 30]),
                 exit=rng.choice([4, 10]),
-                links={f"n{rng.randrange(count):03}": rng.choice([0, 1, 4, 9, 60]) for _ in range(6)},
+                links={f"n{rng.randrange(count):03}": rng.choice([0, 1, 4, 9, 60]) for _ in range(rng.choice([2, 40]))},
             )
         )
     return edges

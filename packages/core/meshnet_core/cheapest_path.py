@@ -263,7 +263,7 @@ def _link(sender: Edge, by_node: Mapping[str, list[Edge]]) -> None:
             if not edge.start <= at < edge.stop or not delta:
                 continue
             edge._from.setdefault(at, {})[sender] = delta
-            if delta < 0:  # no min() and max(): this runs once for each link of the mesh
+            if delta < 0:
                 low = min(delta, low)
                 reached = edge.fixed + edge.exit + delta
                 edge._low = min(reached, edge._low)
