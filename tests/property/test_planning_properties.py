@@ -35,12 +35,12 @@ evidence = st.builds(Evidence, st.sampled_from([0.0, 0.01, 1.0]), st.integers(1,
 
 @st.composite
 def shards(draw: st.DrawFn) -> ShardInfo:
-    start = draw(st.integers(0, LAYERS - 1))
-    stop = draw(st.integers(start + 1, LAYERS))
+    start = draw(st.sampled_from([0, 0, 0, 1, 2, 2, 3, 4, 5]))
+    stop = draw(st.sampled_from([stop for stop in (1, 2, 3, 4, 5, 6, 6, 6) if stop > start]))
     return shard(
         str(LayerRange(start, stop)),
         num_layers=LAYERS,
-        fingerprint=draw(st.sampled_from(["f1", "f1", "f1", "f2"])),
+        fingerprint=draw(st.sampled_from(["f1"] * 7 + ["f2"])),
         dtype=draw(st.sampled_from(["float32", "bfloat16"])),
         hidden_size=2**17,  # a position of float32 is half a MiB
         decode_ms=draw(st.sampled_from([None, 0.0, 0.25, 0.5, 1.0, 1.0, 2.75])),
@@ -67,12 +67,12 @@ def links(draw: st.DrawFn) -> tuple[LinkInfo, ...]:
 @st.composite
 def snapshots(draw: st.DrawFn) -> Snapshot:
     nodes = []
-    for node_id in IDS[: draw(st.integers(0, 6))]:
-        low = draw(st.sampled_from([1, 1, 2]))
+    for node_id in IDS[: draw(st.sampled_from([6, 6, 6, 5, 4, 3, 2, 1, 0]))]:
+        low = draw(st.sampled_from([1] * 9 + [2]))
         nodes.append(
             node(
                 node_id,
-                *draw(st.lists(shards(), max_size=2)),
+                *draw(st.lists(shards(), min_size=draw(st.sampled_from([1, 1, 1, 0])), max_size=2)),
                 device=draw(st.sampled_from(["cpu", "cuda", "mps"])),
                 queued=draw(st.integers(0, 2)),
                 sessions=draw(st.integers(0, 3)),
