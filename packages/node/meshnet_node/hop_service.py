@@ -191,10 +191,11 @@ class HopService:
         return dropped
 
     async def close(self) -> None:
-        """Drop all sessions and stop the lane."""
+        """Drop all sessions and prefixes, and stop the lane."""
         for held in list(self.store):
             self.store.release(held.document.session)
         await self._runs.close()
+        self.store.prefixes.give_way(self.store.prefixes.nbytes)
         await self.shards.close()
         await asyncio.to_thread(self._lane.close)
 

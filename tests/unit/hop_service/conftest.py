@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,15 @@ async def line(backends: list[ShardBackend], caplog: pytest.LogCaptureFixture) -
     await asyncio.sleep(0)
     assert unhandled == []
     assert "never retrieved" not in caplog.text
+
+
+@pytest.fixture
+async def holding(line: Line) -> Line:
+    """The two nodes, holding prefixes."""
+    for hop in line.hops:
+        hop.store.limits = replace(hop.store.limits, max_prefixes=8)
+        hop.store.prefixes.most = 8
+    return line
 
 
 @pytest.fixture
