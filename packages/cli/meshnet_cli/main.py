@@ -15,6 +15,7 @@ from meshnet_cli import (
     chat,
     complaint,
     demo,
+    doctor,
     gateway,
     join,
     mesh,
@@ -65,6 +66,7 @@ app.command("join")(join.join)
 app.add_typer(mesh.app, name="mesh")
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
+app.command("doctor")(doctor.doctor)
 app.command("demo", hidden=True)(demo.demo)
 
 
