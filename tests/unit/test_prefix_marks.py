@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ def test_a_mark_is_the_hash_that_the_wire_protocol_names() -> None:
     """As another implementation would compute it."""
     (mark,) = marks_of((1, 9690, 198), (3,))
     assert mark == Mark(3, "960bf3086bc5b6c974fe089cca337943")
+    page = Path(__file__).parents[2] / "docs" / "wire-protocol.md"
+    assert f'`[3, "{mark.key}"]`' in page.read_text("utf-8")
 
 
 def test_there_are_never_more_marks_than_a_document_takes() -> None:
