@@ -13,7 +13,8 @@ from api_client import USER, client_of
 from meshnet_cli.access import KeyOptions, client_key, headers_with, keys_for
 from meshnet_core.clock import ManualClock
 from meshnet_core.doorkeeper import Doorkeeper
-from meshnet_core.errors import InvalidInputError
+from meshnet_core.errors import InvalidInputError, TrackerUnreachableError
+from meshnet_core.layer_range import LayerRange
 from meshnet_gateway.api import create_app
 from meshnet_gateway.api_keys import ApiKeys
 from scripted_engine import FixedMesh, FixedTexts, ScriptedEngine, summary
@@ -33,9 +34,7 @@ async def get(app: FastAPI, path: str, key: str | None = None) -> httpx.Response
         return await client.get(path, headers=headers_with(key))
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/models", "/v1/models/tiny", "/v1/meshnet/status", "/metrics", "/readyz", "/openapi.json"]
-)
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/v1/meshnet/status", "/metrics", "/openapi.json"])
 async def test_all_but_the_health_needs_a_key(path: str) -> None:
     app = app_with(ApiKeys([OTHER, KEY]))
     assert (await get(app, path, KEY)).status_code == 200
@@ -50,6 +49,28 @@ async def test_all_but_the_health_needs_a_key(path: str) -> None:
         assert (error["type"], error["code"], error["param"]) == ("authentication_error", "invalid_api_key", None)
         assert "Authorization: Bearer" in error["message"]
         assert KEY not in answer.text
+
+
+async def test_without_a_key_readiness_is_told_and_nothing_of_the_mesh() -> None:
+    app = app_with(ApiKeys([KEY]))
+    stranger = await get(app, "/readyz")
+    assert (stranger.status_code, stranger.json()) == (200, {"status": "ready"})
+    assert (await get(app, "/readyz", KEY)).json() == {"status": "ready", "models": ["tiny"]}
+    assert (await get(app, "/readyz", KEY + "x")).status_code == 401
+    gap = create_app(
+        ScriptedEngine(), FixedTexts({}), FixedMesh([summary("tiny", missing=[LayerRange(2, 4)])]), keys=ApiKeys([KEY])
+    )
+    lost = create_app(
+        ScriptedEngine(),
+        FixedTexts({}),
+        FixedMesh(failure=TrackerUnreachableError("no tracker at 10.0.0.5 answers")),
+        keys=ApiKeys([KEY]),
+    )
+    for app in (gap, lost):
+        answer = await get(app, "/readyz")
+        assert (answer.status_code, answer.json()) == (503, {"status": "not ready"})
+        assert (await get(app, "/readyz", KEY)).json()["reason"]
+        assert set((await get(app, "/healthz")).json()) == {"status", "version"}
 
 
 async def test_a_chat_without_a_key_is_not_even_read() -> None:

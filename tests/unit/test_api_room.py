@@ -53,7 +53,7 @@ async def test_waiting_shows_in_metrics_and_status() -> None:
     metrics = (await get(app, "/metrics")).text
     assert "meshnet_gateway_waiting_generations 1.0" in metrics
     assert "meshnet_gateway_waits_total 2.0" in metrics
-    assert "meshnet_gateway_turned_away_total 1.0" in metrics
+    assert "meshnet_gateway_waits_in_vain_total 1.0" in metrics
     assert "meshnet_gateway_waited_seconds_total 0.0" in metrics
     assert (await get(app, "/v1/meshnet/status")).json()["gateway"]["waiting_for_room"] == 1
     waiting.cancel()

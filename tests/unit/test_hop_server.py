@@ -38,6 +38,8 @@ from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
 from meshnet_core.transport import HopTransport
+from meshnet_node.readiness import why_not_ready
+from meshnet_node.registration import RegistrationState
 from meshnet_node.torch_server import create_app, new_doorkeeper, runner_for
 
 BOOT = "b-0123456789abcdef"
@@ -107,6 +109,7 @@ class FakeEndpoint:
 class Node:
     endpoint: FakeEndpoint
     port: int
+    not_ready: list[str] = field(default_factory=list)  # the newest is why it is not
 
     @property
     def url(self) -> str:
@@ -115,7 +118,7 @@ class Node:
 
 @pytest.fixture
 async def node() -> AsyncIterator[Node]:
-    endpoint = FakeEndpoint()
+    endpoint, not_ready = FakeEndpoint(), list[str]()
     texts = {"f-1": {"config.json": b"{}", "tokenizer.json": bytes(range(256))}}
     app = create_app(
         endpoint,
@@ -124,10 +127,11 @@ async def node() -> AsyncIterator[Node]:
         text_files=texts.get,
         max_body=MAX_BODY,
         body_timeout_s=0.3,
+        not_ready=lambda: not_ready[-1] if not_ready else None,
     )
     sock = listen("127.0.0.1", 0)
     async with serving_aiohttp(runner_for(app), sock, None, new_doorkeeper()):
-        yield Node(endpoint, port_of(sock))
+        yield Node(endpoint, port_of(sock), not_ready)
 
 
 @pytest.fixture
@@ -586,6 +590,41 @@ async def test_status_text_files_and_metrics_are_told(node: Node, transport: Htt
     assert 'meshnet_node_sessions_dropped_total{reason="evicted"} 2.0' in lines
     assert 'meshnet_node_received_bytes_total{call="/hop/forward"} 40.0' in lines
     assert "meshnet_node_state_bytes 4096.0" in lines
+    assert 'meshnet_node_frame_seconds_count{part="forward"} 1.0' in lines
+    assert 'meshnet_node_frame_seconds_sum{part="queue"} 0.000125' in lines
+
+
+async def test_readiness_is_told_with_its_reason(node: Node) -> None:
+    async with aiohttp.ClientSession(node.url) as session:
+        async with session.get("/readyz") as response:
+            assert (response.status, await response.json()) == (200, {"status": "ready"})
+        node.not_ready.append("no layers are loaded")
+        async with session.get("/readyz") as response:
+            assert (response.status, await response.json()) == (
+                503,
+                {"status": "not ready", "reason": "no layers are loaded"},
+            )
+        async with session.get("/healthz") as response:
+            assert response.status == 200  # alive it is
+
+
+@pytest.mark.parametrize(
+    ("state", "loaded", "draining", "why"),
+    [
+        (RegistrationState.REGISTERED, 1, False, None),
+        (RegistrationState.REGISTERED, 1, True, "draining"),
+        (RegistrationState.REGISTERED, 0, False, "no layers are loaded"),
+        (RegistrationState.NEW, 2, False, "not registered"),
+        (RegistrationState.UNREACHABLE, 2, False, "unreachable"),
+        (RegistrationState.REFUSED, 2, False, "refused"),
+        (RegistrationState.FAILED, 2, False, "failed"),
+    ],
+)
+def test_a_node_is_ready_once_it_is_registered_with_layers_loaded(
+    state: RegistrationState, loaded: int, draining: bool, why: str | None
+) -> None:
+    said = why_not_ready(state, loaded_shards=loaded, draining=draining)
+    assert (said is None) if why is None else (why in (said or ""))
 
 
 async def test_a_small_frame_is_not_held_back(node: Node, transport: HttpTransport) -> None:

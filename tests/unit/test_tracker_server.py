@@ -125,6 +125,7 @@ async def test_health_and_metrics_tell_what_happened(tracker: Tracker) -> None:
     await tracker.client.route("m")
     await tracker.raw("POST", "/v1/route", json={"model": "other"})
     await tracker.raw("GET", "/nowhere")
+    assert await tracker.raw("GET", "/readyz") == (200, {"status": "ready"})
     status, health = await tracker.raw("GET", "/healthz")
     assert (status, health["status"], health["nodes"]) == (200, "ok", 1)
     assert await tracker.metric("meshnet_tracker_nodes ") == 1
@@ -266,6 +267,7 @@ async def test_unknown_paths_and_methods_are_refused_in_json(
     [
         ("GET", "/v1/snapshot?pretty=1"),
         ("GET", "/healthz?x"),
+        ("GET", "/readyz?x"),
         ("GET", "/metrics?name=x"),
         ("POST", "/v1/route?model=m"),
         ("PUT", "/v1/nodes/a?lease_s=99"),

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any
 
 import psutil
@@ -33,6 +34,7 @@ from meshnet_node.hop_service import HopService
 from meshnet_node.hop_session import HopSession
 from meshnet_node.link_probes import LinkProbes
 from meshnet_node.peer_sessions import PeerSessions
+from meshnet_node.readiness import why_not_ready
 from meshnet_node.registration import Registration, RegistrationState
 from meshnet_node.sampler import sample
 from meshnet_node.shard_pool import ShardPool
@@ -94,9 +96,15 @@ async def serve(
             placement=None if auto is None else auto.placeable(),
         )
 
+    client = Trackers(place.trackers, tls=dials)
+    registration = Registration(client, describe)
+
+    not_ready = partial(_not_ready, service, registration)
+
     def status() -> dict[str, Any]:
         about = {"node": place.node_id, "url": place.url, "version": version, "device": str(device)}
-        return {**about, **service.status(), **({} if auto is None else {"placement": auto.status()})}
+        now = {"registered": registration.state is RegistrationState.REGISTERED, "ready": not_ready() is None}
+        return {**about, **now, **service.status(), **_placement_status(auto)}
 
     def text_files(fingerprint: str) -> dict[str, bytes] | None:
         return next((dict(offer.text_files) for offer in shards if offer.known.fingerprint == fingerprint), None)
@@ -110,10 +118,9 @@ async def serve(
         max_body=_body_limit(shards),
         doorkeeper=doorkeeper,
         peers=_peer_sessions(limits, service),
+        not_ready=not_ready,
     )
     listens = None if credentials is None else credentials.server_context()
-    client = Trackers(place.trackers, tls=dials)
-    registration = Registration(client, describe)
     stops = serving.StopSignals()
     stopped = stops.first
     async with AsyncExitStack() as closing:
@@ -173,6 +180,14 @@ async def _drain(service: HopService, registration: Registration, grace_s: float
     finally:
         told.cancel()
         await asyncio.gather(told, return_exceptions=True)
+
+
+def _not_ready(service: HopService, registration: Registration) -> str | None:
+    return why_not_ready(registration.state, loaded_shards=service.shards.loaded, draining=service.draining)
+
+
+def _placement_status(auto: AutoLayers | None) -> dict[str, Any]:
+    return {} if auto is None else {"placement": auto.status()}
 
 
 async def _sweep(store: CacheStore[HopSession]) -> None:

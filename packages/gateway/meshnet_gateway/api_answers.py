@@ -179,9 +179,9 @@ class Health(_Answer):
 
 class Ready(_Answer):
     status: Literal["ready"]
-    models: list[str]
+    models: list[str] | None = None
 
 
 class NotReady(_Answer):
     status: Literal["not ready"]
-    reason: str
+    reason: str | None = None

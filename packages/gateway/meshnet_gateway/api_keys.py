@@ -17,7 +17,8 @@ from meshnet_core.doorkeeper import Doorkeeper
 from meshnet_core.errors import InvalidInputError, RateLimitedError
 from meshnet_gateway.api_errors import error_object
 
-OPEN_PATHS = frozenset({"/healthz"})  # says that the process answers, and nothing of the mesh
+# They say that the process answers, and that some model can; without a key nothing more of the mesh.
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 SHORTEST_KEY = 16  # characters
 _PREFIX = b"bearer "
 
@@ -56,6 +57,7 @@ class KeyCheck:
     """Answers 401 to whoever brings no key that is taken, and 429 to who asks too often.
 
     ``request.state.api_key_id`` is the id of the key that a request came with; None where none is needed.
+    ``request.state.stranger`` is true on an open path where a key would be needed elsewhere and none came.
 
     Args:
         keys: None where everybody is let in.
@@ -73,13 +75,15 @@ class KeyCheck:
             return
         address = str((scope.get("client") or ("?",))[0])
         key_id: str | None = None
-        if self._keys is not None and scope["path"] not in OPEN_PATHS:
+        stranger = False
+        if self._keys is not None:
             headers = dict(scope["headers"])
             given = headers.get(b"authorization", b"")
             key = given[len(_PREFIX) :].strip() if given[: len(_PREFIX)].lower() == _PREFIX else b""
             key = key or headers.get(b"x-api-key", b"")  # where Anthropic's clients put it
             key_id = self._keys.identify(key)
-            if key_id is None:
+            stranger = not key and scope["path"] in OPEN_PATHS
+            if key_id is None and not stranger:
                 self._doorkeeper.turn_away("wrong_key" if key else "no_key", address)
                 await self._refuse(key)(scope, receive, send)
                 return
@@ -90,7 +94,7 @@ class KeyCheck:
             headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
             await JSONResponse(body, 429, headers=headers)(scope, receive, send)
             return
-        state = {**scope.get("state", {}), "api_key_id": key_id}
+        state = {**scope.get("state", {}), "api_key_id": key_id, "stranger": stranger}
         await self._app({**scope, "state": state}, receive, send)
 
     @staticmethod

@@ -149,16 +149,19 @@ async def healthz() -> dict[str, Any]:
 
 @router.get("/readyz", response_model=None, responses={200: {"model": Ready}, 503: {"model": NotReady}})
 async def readyz(request: Request) -> Response:
-    """Whether some model can answer now: 200 or 503."""
+    """Whether some model can answer now: 200 or 503. Where keys are set, which or why not is told to those with one."""
+    stranger = bool(getattr(request.state, "stranger", False))
     try:
         served = await door_of(request).mesh.models()
     except MeshnetError as error:
-        return JSONResponse({"status": "not ready", "reason": error.message}, 503)
+        return JSONResponse({"status": "not ready", **({} if stranger else {"reason": error.message})}, 503)
     ready = [summary.name for summary in served if summary.complete]
     if not ready:
+        if stranger:
+            return JSONResponse({"status": "not ready"}, 503)
         gaps = [f"{one.name} lacks layers {', '.join(map(str, one.missing))}" for one in served]
         return JSONResponse({"status": "not ready", "reason": "; ".join(gaps) or "no node serves a model"}, 503)
-    return JSONResponse({"status": "ready", "models": ready})
+    return JSONResponse({"status": "ready", **({} if stranger else {"models": ready})})
 
 
 @router.get("/metrics", response_class=Response, responses=_PLAIN)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from meshnet_core import __version__
+from meshnet_core.build_info import build_info
 from meshnet_gateway.ports import WaitingFigures
 
 _SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
@@ -39,7 +40,10 @@ class GatewayFigures:
             registry=registry,
         )
         self.tokens = Counter(
-            "meshnet_gateway_tokens", "Tokens of prompts and of answers", ("kind",), registry=registry
+            "meshnet_gateway_tokens",
+            "Tokens, by kind: prompt, prompt_cached (those of prompts that were computed for no answer), completion",
+            ("kind",),
+            registry=registry,
         )
         self.recoveries = Counter(
             "meshnet_gateway_recoveries",
@@ -58,6 +62,7 @@ class GatewayFigures:
         )
         gauge = Gauge("meshnet_gateway_active_generations", "Generations running now", registry=registry)
         gauge.set_function(active)
+        build_info(registry, "gateway")
         if room is not None:
             registry.register(_RoomCollector(room))
 
@@ -101,7 +106,7 @@ class _RoomCollector:
             "meshnet_gateway_waited_seconds", "Time spent waiting for room, by all together", value=room.waited_s
         )
         yield CounterMetricFamily(
-            "meshnet_gateway_turned_away",
+            "meshnet_gateway_waits_in_vain",
             "How often a generation found no room in time, or too many waiting, and ended with a 429",
             value=room.turned_away,
         )

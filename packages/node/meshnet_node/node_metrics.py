@@ -8,10 +8,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from meshnet_core.build_info import build_info
+from meshnet_core.frames import HopTiming
+
 # From a decode step of a tiny model on loopback to a prefill chunk of a large one on a slow machine.
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # Numbers of a node's status, with what they say; those that a status lacks are left out.
-_GAUGES = {
+GAUGES = {
     "sessions": "Sessions that the node holds state of.",
     "state_bytes": "Bytes of session state held.",
     "reserved_bytes": "Bytes of session state held or set aside.",
@@ -21,15 +24,19 @@ _GAUGES = {
     "max_sessions": "Sessions that the node may hold state of.",
     "queued": "Frames that wait for the forward lane or run there.",
     "loaded_shards": "Shards in memory, or on their way there.",
+    "registered": "1 while the last heartbeat reached a tracker.",
+    "ready": "1 while the node takes new sessions; see `/readyz`.",
     "draining": "1 while the node takes no new sessions because it is about to leave.",
 }
 # Counts without a label, and by reason, in the same way.
-_TOTALS = {
+TOTALS = {
+    "shard_loads": "How often a shard was loaded into memory.",
+    "shard_drops": "How often a shard gave way to another one.",
     "drains": "How often the node began to drain.",
     "prefixes_evicted": "Prefixes dropped for want of room.",
     "prefill_positions_saved": "Positions that sessions began beyond, since prefixes of theirs were held here.",
 }
-_COUNTS = {
+COUNTS = {
     "dropped": ("sessions_dropped", "Sessions whose state was dropped, by reason."),
     "misses": ("misses", "Frames and opens refused because the node had no usable state for them, by reason."),
 }
@@ -46,6 +53,7 @@ class NodeMetrics:
 
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         self.registry = CollectorRegistry()
+        build_info(self.registry, "node")
         self.registry.register(_StatusGauges(status))
         self._calls = Counter(
             "meshnet_node_calls",
@@ -63,6 +71,22 @@ class NodeMetrics:
         self._received = Counter(
             "meshnet_node_received_bytes", "Bytes of request bodies, by call.", ["call"], registry=self.registry
         )
+
+        self._parts = Histogram(
+            "meshnet_node_frame_seconds",
+            "Where frames spent their time at this node, by part: queue, forward (its layers), sample (at the tail). "
+            "Chunks of a prefill that are acknowledged before they ran are not among them.",
+            ["part"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+    def ran(self, timing: HopTiming) -> None:
+        """Count where a frame that has run here spent its time."""
+        self._parts.labels("queue").observe(timing.queue_ms / 1000)
+        self._parts.labels("forward").observe(timing.forward_ms / 1000)
+        if timing.sample_ms:
+            self._parts.labels("sample").observe(timing.sample_ms / 1000)
 
     def answered(self, call: str, result: str, seconds: float, received: int) -> None:
         """Count one call: its name, ``ok`` or the error's code, seconds taken and bytes of body."""
@@ -83,16 +107,16 @@ class _StatusGauges:
 
     def collect(self) -> Iterable[Metric]:
         status = self._status()
-        for key, text in _GAUGES.items():
+        for key, text in GAUGES.items():
             if key in status:
                 yield GaugeMetricFamily(f"meshnet_node_{key}", text, value=float(status[key]))
 
-        for key, (name, text) in _COUNTS.items():
+        for key, (name, text) in COUNTS.items():
             by_reason = CounterMetricFamily(f"meshnet_node_{name}", text, labels=["reason"])
             for reason, count in status.get(key, {}).items():
                 by_reason.add_metric([reason], count)
             yield by_reason
-        for key, text in _TOTALS.items():
+        for key, text in TOTALS.items():
             if key in status:
                 yield CounterMetricFamily(f"meshnet_node_{key}", text, value=float(status[key]))
 

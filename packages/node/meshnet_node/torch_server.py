@@ -50,6 +50,7 @@ _QUERY_NAMES = {"/hop/probe": {"session"}}
 
 log = logging.getLogger(__name__)
 
+NotReady = Callable[[], str | None]
 Status = Callable[[], dict[str, Any]]
 TextFiles = Callable[[str], dict[str, bytes] | None]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -67,6 +68,7 @@ def create_app(
     protocols: range = PROTOCOLS,
     doorkeeper: Doorkeeper | None = None,
     peers: PeerSessions | None = None,
+    not_ready: NotReady = lambda: None,
 ) -> web.Application:
     """The application that answers for one node.
 
@@ -81,11 +83,14 @@ def create_app(
         protocols: versions of the wire protocol that the node speaks, as it announces them.
         doorkeeper: limits each peer, and counts who is turned away; a new one if not given.
         peers: limits the sessions of each peer; None for no such limit.
+        not_ready: why ``/readyz`` says no; None where new sessions are welcome.
     """
     doorkeeper = doorkeeper or new_doorkeeper()
     metrics = metrics or NodeMetrics(status)
     metrics.registry.register(TurnedAway("meshnet_node", doorkeeper))
-    door = _Door(endpoint, status, text_files, max_body, body_timeout_s, metrics, protocols, doorkeeper, peers)
+    door = _Door(
+        endpoint, status, text_files, max_body, body_timeout_s, metrics, protocols, doorkeeper, peers, not_ready
+    )
 
     @web.middleware
     async def answer(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -100,6 +105,7 @@ def create_app(
     app.router.add_get("/hop/probe", door.probe, allow_head=False)
     app.router.add_get("/text/{fingerprint}", door.text, allow_head=False)
     app.router.add_get("/healthz", door.health, allow_head=False)
+    app.router.add_get("/readyz", door.ready, allow_head=False)
     app.router.add_get("/metrics", door.exposition, allow_head=False)
     return app
 
@@ -136,6 +142,7 @@ class _Door:
         protocols: range,
         doorkeeper: Doorkeeper,
         peers: PeerSessions | None,
+        not_ready: NotReady,
     ) -> None:
         self._endpoint = endpoint
         self._status = status
@@ -146,6 +153,7 @@ class _Door:
         self._protocols = protocols
         self._doorkeeper = doorkeeper
         self._peers = peers
+        self._not_ready = not_ready
 
     async def guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """``handler``'s answer, counted; whatever it raises becomes an error document."""
@@ -193,6 +201,8 @@ class _Door:
     async def forward(self, request: web.Request) -> web.Response:
         body = await self._body(request, "application/octet-stream")
         reply = await self._endpoint.forward(http_codec.decode_frame(request.headers.items(), body, self._protocols))
+        if reply.timings and reply.timings[0].forward_ms:
+            self._metrics.ran(reply.timings[0])
         return _json_response(http_codec.encode_json(reply.to_wire()))
 
     async def release(self, request: web.Request) -> web.Response:
@@ -220,6 +230,11 @@ class _Door:
 
     async def health(self, _request: web.Request) -> web.Response:
         return _json_response(http_codec.encode_json(self._status()))
+
+    async def ready(self, _request: web.Request) -> web.Response:
+        if (reason := self._not_ready()) is None:
+            return _json_response(http_codec.encode_json({"status": "ready"}))
+        return _json_response(http_codec.encode_json({"status": "not ready", "reason": reason}), 503)
 
     async def exposition(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": NodeMetrics.content_type})

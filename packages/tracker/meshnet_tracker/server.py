@@ -123,6 +123,28 @@ def create_app(
         metrics.routes_planned.inc()
         return web.json_response(planned.to_wire())
 
+    app.add_routes(
+        [
+            web.put("/v1/nodes/{node_id}", announce),
+            web.delete("/v1/nodes/{node_id}", leave),
+            web.get("/v1/snapshot", snapshot),
+            web.get("/v1/nodes/{node_id}/neighbours", neighbours),
+            web.get("/v1/events", _events(log, mint_tracker_id() if sharing is None else sharing.me.tracker_id)),
+            web.post("/v1/route", route),
+            *_enrollment_routes(enrollment),
+            _placement_route(directory, desk or PlacementDesk(SystemClock(), directory.snapshot)),
+            *_watch_routes(app, directory, sharing, metrics),
+        ]
+    )
+    return app
+
+
+def _watch_routes(
+    app: web.Application, directory: Directory, sharing: Sharing | None, metrics: TrackerMetrics
+) -> list[web.RouteDef]:
+    """For what watches this tracker: alive, ready, metrics."""
+    stopping: list[bool] = []
+
     async def healthz(request: web.Request) -> web.Response:
         _query(request)
         alone = sharing is not None and not sharing.reachable
@@ -136,27 +158,23 @@ def create_app(
             }
         )
 
+    async def readyz(request: web.Request) -> web.Response:
+        _query(request)
+        if stopping:
+            return web.json_response({"status": "not ready", "reason": "this tracker is stopping"}, status=503)
+        return web.json_response({"status": "ready"})
+
+    async def stops(_: web.Application) -> None:
+        stopping.append(True)
+
     async def exposition(request: web.Request) -> web.Response:
         _query(request)
         return web.Response(
             body=generate_latest(metrics.registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
-    app.add_routes(
-        [
-            web.put("/v1/nodes/{node_id}", announce),
-            web.delete("/v1/nodes/{node_id}", leave),
-            web.get("/v1/snapshot", snapshot),
-            web.get("/v1/nodes/{node_id}/neighbours", neighbours),
-            web.get("/v1/events", _events(log, mint_tracker_id() if sharing is None else sharing.me.tracker_id)),
-            web.post("/v1/route", route),
-            *_enrollment_routes(enrollment),
-            _placement_route(directory, desk or PlacementDesk(SystemClock(), directory.snapshot)),
-            web.get("/healthz", healthz),
-            web.get("/metrics", exposition),
-        ]
-    )
-    return app
+    app.on_shutdown.append(stops)
+    return [web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", exposition)]
 
 
 def _placement_route(directory: Directory, desk: PlacementDesk) -> web.RouteDef:

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, Metric
 
+from meshnet_core.build_info import build_info
 from meshnet_core.turned_away import TurnedAway
 from meshnet_tracker.events import KINDS, DirectoryEvent, Expired
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meshnet_core.doorkeeper import Doorkeeper
     from meshnet_tracker.directory import Directory
-    from meshnet_tracker.sharing import Sharing
+
+
+class SharingFigures(Protocol):
+    """How the sharing with other trackers goes; `meshnet_tracker.sharing.Sharing` tells it."""
+
+    @property
+    def reachable(self) -> bool: ...
+
+    @property
+    def failures(self) -> int: ...
+
+    def others(self) -> Sequence[object]: ...
 
 
 class TrackerMetrics:
     """What the tracker counts, in a registry of its own so that several trackers can live in one process."""
 
-    def __init__(self, directory: Directory, doorkeeper: Doorkeeper, sharing: Sharing | None = None) -> None:
+    def __init__(self, directory: Directory, doorkeeper: Doorkeeper, sharing: SharingFigures | None = None) -> None:
         self.registry = CollectorRegistry()
+        build_info(self.registry, "tracker")
         self.registry.register(TurnedAway("meshnet_tracker", doorkeeper))
         nodes = Gauge("meshnet_tracker_nodes", "Nodes with a running lease.", registry=self.registry)
         nodes.set_function(lambda: len(directory.snapshot().nodes))
@@ -32,7 +49,10 @@ class TrackerMetrics:
         leases.labels("node").set_function(lambda: directory.counts()[0])
         leases.labels("tracker").set_function(lambda: directory.counts()[1])
         self.events = Counter(
-            "meshnet_tracker_events", "What happened to nodes, by kind.", ["kind"], registry=self.registry
+            "meshnet_tracker_events",
+            f"What happened to nodes, by kind: {', '.join(KINDS)}.",
+            ["kind"],
+            registry=self.registry,
         )
         for kind in KINDS:
             self.events.labels(kind)
@@ -47,17 +67,14 @@ class TrackerMetrics:
         )
         directory.subscribe(self._count)
 
-    def _tell_of(self, sharing: Sharing) -> None:
+    def _tell_of(self, sharing: SharingFigures) -> None:
         reachable = Gauge(
             "meshnet_tracker_registry_reachable",
             "1 while the shared registry answers, 0 while this tracker goes on without it.",
             registry=self.registry,
         )
         reachable.set_function(lambda: sharing.reachable)
-        failures = Gauge(
-            "meshnet_tracker_registry_failures", "Times that the shared registry failed.", registry=self.registry
-        )
-        failures.set_function(lambda: sharing.failures)
+        self.registry.register(_RegistryFailures(sharing))
         others = Gauge(
             "meshnet_tracker_other_trackers", "Other trackers that share the directory.", registry=self.registry
         )
@@ -67,3 +84,20 @@ class TrackerMetrics:
         self.events.labels(event.kind).inc()
         if isinstance(event, Expired):
             self.leases_expired.inc()
+
+
+class _RegistryFailures:
+    """A collector, as prometheus_client names what is asked for its values at every exposition."""
+
+    def __init__(self, sharing: SharingFigures) -> None:
+        self._sharing = sharing
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "meshnet_tracker_registry_failures",
+            "Times that the shared registry failed.",
+            value=self._sharing.failures,
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
