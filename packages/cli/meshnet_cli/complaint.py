@@ -29,14 +29,14 @@ class CommandFailedError(MeshnetError):
 
 
 # Typer re-exports only this leaf of click's tree of usage errors; the root is the same in all versions.
-_UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])
+UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])
 
 
 def run(command: Any, arguments: list[str] | None = None) -> int:
     """Run a typer command; returns the exit code, having shown on stderr what went wrong."""
     try:
         code = command.main(args=arguments, prog_name="meshnet", standalone_mode=False)
-    except _UsageError as error:
+    except UsageError as error:
         return _show_usage(error)
     except MeshnetError as error:
         if debugging():

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshnet_cli import options
+from meshnet_cli import options, settings, variables
 from meshnet_cli.complaint import FAILURE
+from meshnet_core.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from meshnet_cli.doctor_checks import Finding
 
 
 def doctor(
+    context: typer.Context,
     tracker: options.TrackerUrls = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL", help="A model to open, as `meshnet node` would.")
@@ -25,18 +27,19 @@ def doctor(
     mesh: options.MeshPath = None,
 ) -> None:
     """Look for what is wrong on this machine and in its mesh; exit code 1 where something is."""
-    from meshnet_cli import variables
     from meshnet_cli.doctor_checks import Level, findings
     from meshnet_cli.doctor_gather import gather
     from meshnet_core.mesh_folder import MeshFolder, default_path
 
+    root = context.find_root().command
     facts = asyncio.run(
         gather(
             options.tracker_urls(tracker),
             MeshFolder(mesh or default_path()),
             model=model,
             device=device,
-            known_variables=sorted(variables.FIXED),
+            known_variables=_known_variables(root),
+            settings_error=_settings_error(root),
         )
     )
     found = findings(facts)
@@ -50,6 +53,20 @@ def doctor(
         )
     if wrong:
         raise typer.Exit(FAILURE)
+
+
+def _known_variables(root: Any) -> list[str]:
+    """The names of all that are read."""
+    return sorted({*variables.FIXED, *(name for one in settings.settings_of(root) for name in one.names)})
+
+
+def _settings_error(root: Any) -> str | None:
+    """What is wrong with the settings' file, if anything is."""
+    try:
+        settings.defaults_from_file(root)
+    except InvalidInputError as error:
+        return error.message
+    return None
 
 
 def _show(found: list[Finding]) -> None:

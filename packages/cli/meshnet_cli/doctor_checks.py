@@ -120,7 +120,7 @@ def _settings(facts: Facts) -> Objections:
             yield (
                 Level.WRONG,
                 f"{name} is set, and nothing reads it",
-                f"{meant}unset it, or correct its name",
+                f"{meant}unset it; `meshnet config --all` names what is read",
             )
 
 

@@ -14,6 +14,7 @@ import typer
 from meshnet_cli import (
     chat,
     complaint,
+    config,
     demo,
     doctor,
     gateway,
@@ -23,6 +24,7 @@ from meshnet_cli import (
     nodes,
     plan,
     route,
+    settings,
     status,
     tracker,
     up,
@@ -32,6 +34,7 @@ from meshnet_core import __version__
 
 app = typer.Typer(
     name="meshnet",
+    cls=settings.ConfiguredGroup,
     help="Run one language model across the machines you own, when no single one of them can hold it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # `complaint` shows errors
@@ -66,6 +69,7 @@ app.command("join")(join.join)
 app.add_typer(mesh.app, name="mesh")
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
+app.command("config")(config.config)
 app.command("doctor")(doctor.doctor)
 app.command("demo", hidden=True)(demo.demo)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from meshnet_cli import find_trackers, options, trust
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.errors import InvalidInputError
@@ -33,16 +35,37 @@ class Source:
     mesh: Path | None = None
     insecure: bool = False
 
+    @classmethod
+    def chosen(
+        cls,
+        context: typer.Context,
+        url: str | None,
+        key: str | None,
+        trackers: Sequence[str],
+        mesh: Path | None,
+        *,
+        insecure: bool,
+    ) -> Source:
+        """As the options say; of a gateway and trackers the one that was typed, if only the other comes from settings.
+
+        Raises:
+            InvalidInputError: both were typed.
+        """
+        if url is not None and trackers:
+            by_hand = options.typed(context, "url"), options.typed(context, "tracker")
+            if all(by_hand):
+                raise InvalidInputError("--url asks a gateway, --tracker trackers and nodes; give one of them")
+            url, trackers = (None, trackers) if by_hand[1] else (url, ())
+        return cls(url, key, trackers, mesh, insecure)
+
     async def document(self, command: str) -> Document:
         """How the mesh is right now; ``command`` is the name of the one that asks, for messages.
 
         Raises:
-            InvalidInputError: two sources are named, or an address is none.
+            InvalidInputError: an address is none.
             CommandFailedError: nobody answers, or not as a gateway does.
             TrackerUnreachableError: no tracker answers.
         """
-        if self.url is not None and self.trackers:
-            raise InvalidInputError("--url asks a gateway, --tracker trackers and nodes; give one of them")
         if not self.trackers:
             from meshnet_cli.chat_stream import GatewayUnreachableError
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import typer
+
 from meshnet_cli import options
 from meshnet_cli.mesh_source import Source
 from meshnet_cli.status import megabytes
@@ -17,6 +19,7 @@ COLUMNS = ("node", "model", "layers", "device", "dtype", "ms per layer", "sessio
 
 
 def nodes(
+    context: typer.Context,
     url: options.GatewayUrl = None,
     tracker: options.TrackerUrls = None,
     as_json: options.Json = False,
@@ -25,7 +28,7 @@ def nodes(
     insecure: options.Insecure = False,
 ) -> None:
     """List the nodes of a mesh: their layers, device, speed, sessions and memory."""
-    source = Source(url, api_key, options.tracker_urls(tracker), mesh, insecure)
+    source = Source.chosen(context, url, api_key, options.tracker_urls(tracker), mesh, insecure=insecure)
     found = asyncio.run(source.document("nodes"))["nodes"]
     if as_json:
         print(json.dumps(found, indent=2))

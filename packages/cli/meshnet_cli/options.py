@@ -154,6 +154,12 @@ def tracker_urls(given: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(url for url in urls if url))
 
 
+def typed(context: typer.Context, parameter: str) -> bool:
+    """Whether a parameter was given at the command line itself, not by a variable or the settings' file."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def port(what: str) -> Any:
     """A ``--port`` option for ``what``."""
     return typer.Option("--port", min=0, max=65535, help=f"Port of {what}; 0 takes any free one.")

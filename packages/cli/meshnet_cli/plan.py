@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 def plan(
+    command: typer.Context,
     model: options.Model,
     on: Annotated[
         list[str] | None,
@@ -54,7 +55,7 @@ def plan(
     written = [MachineText.parse(text) for text in on or ()]
     if not written and not on_mesh:
         raise InvalidInputError("name the machines: --on gpu:24GiB --on cpu:16GiB, or --on-mesh for those of a mesh")
-    if tracker is not None and not on_mesh:
+    if options.typed(command, "tracker") and not on_mesh:
         raise InvalidInputError("--tracker says where the mesh of --on-mesh is; give both or neither")
     facts = _facts(model, context)
     snapshot = None

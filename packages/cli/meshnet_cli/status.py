@@ -7,11 +7,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import typer
+
 from meshnet_cli import options
 from meshnet_cli.mesh_source import Source
 
 
 def status(
+    context: typer.Context,
     url: options.GatewayUrl = None,
     tracker: options.TrackerUrls = None,
     as_json: options.Json = False,
@@ -20,7 +23,7 @@ def status(
     insecure: options.Insecure = False,
 ) -> None:
     """Show who holds what, which layers lack, the sessions and the speed of a mesh."""
-    source = Source(url, api_key, options.tracker_urls(tracker), mesh, insecure)
+    source = Source.chosen(context, url, api_key, options.tracker_urls(tracker), mesh, insecure=insecure)
     document = asyncio.run(source.document("status"))
     if as_json:
         print(json.dumps(document, indent=2))
