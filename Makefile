@@ -5,12 +5,13 @@
 #   make test-all            the long parity and failure suites
 #   make bench [ARGS=...]    side by side with transformers' generate()
 #   make gpu-check           parity and flat speed on a CUDA device
+#   make docs                the documentation as a site, in build/site
 #   make lint                the first part of `make test` alone
 #   make clean               removes .venv and all that was made here
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all bench gpu-check lint clean runtime dev
+.PHONY: help demo test test-all bench gpu-check docs lint clean runtime dev
 
 PROMPT ?= Why is the sky blue?
 # Set PYTHON=/path/to/python to choose one; otherwise the first of these that runs, is new enough and can make a venv.
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 # Wheels only: a missing wheel should be an error that names it, not a silent compile of an hour.
 WHEELS_ONLY := --only-binary :all:
-SOURCES := packages tests benchmarks
+SOURCES := packages tests benchmarks docs_site
 
 # Two first runs at once would install into one .venv. So one make at a time looks at what is to be done there and does it.
 # The lock is the kernel's: it goes with the process that holds it, whatever ends that.
@@ -71,7 +72,7 @@ $(VENV)/.runtime: $(VENV)/.created pyproject.toml constraints.txt
 # pip reads dependency groups itself only since 25.1; the one in a fresh venv is often older.
 $(VENV)/.dev: $(VENV)/.runtime
 	$(PIP_INSTALL) $(WHEELS_ONLY) $$($(BIN)/python -c \
-	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['dev'])")
+	  "import tomllib; groups = tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']; print(*groups['dev'], *groups['docs'])")
 	@touch $@
 
 runtime dev: export LOCK = $(LOCK_PROGRAM)
@@ -100,6 +101,9 @@ bench: dev
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.concurrency
 	$(BIN)/python -m benchmarks.prefix_reuse
+
+docs: dev
+	$(BIN)/python -m docs_site.build
 
 # Made for a machine that reaches no registry: it runs with the Python that has torch there, without a venv.
 gpu-check:

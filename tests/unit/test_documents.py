@@ -1,0 +1,106 @@
+"""README and docs: they build without a warning, links lead somewhere, commands are commands of the program, and the
+reference has all of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from docs_site import reference
+from docs_site.build import build
+
+from documents import ROOT, Command, NotTakenError, commands, pages, parsed, spans
+from meshnet_core.errors import ERRORS_BY_CODE, MissReason
+from meshnet_core.remedies import MISSES, REMEDIES
+
+ALL = [command for page in pages() for command in commands(page)]
+OTHERS = {"make", "curl", "export", "pip", "docker", "sudo", "python3.11", ".venv/bin/python", "python"}
+"""Programs of others. `make` has to name a target of the Makefile; the rest is not looked at: it installs, asks a part
+that runs, needs root or a container engine, or is a developer's."""
+
+
+@pytest.mark.parametrize("command", [one for one in ALL if one.words[0].endswith("meshnet")], ids=str)
+def test_a_command_in_the_docs_is_one_of_the_program(command: Command) -> None:
+    try:
+        parsed(command)
+    except NotTakenError as error:
+        pytest.fail(str(error))
+
+
+def test_a_wrong_option_would_be_found() -> None:
+    with pytest.raises(NotTakenError, match="--no-such"):
+        parsed(Command("here", "meshnet up smollm2 --no-such 3"))
+
+
+def test_there_are_commands_and_no_others_than_known_ones() -> None:
+    assert len(ALL) > 40
+    assert {one.words[0] for one in ALL if not one.words[0].endswith("meshnet")} <= OTHERS
+
+
+@pytest.mark.parametrize("command", [one for one in ALL if one.words[0] == "make"], ids=str)
+def test_a_target_in_the_docs_is_one_of_the_makefile(command: Command) -> None:
+    targets = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = [word for word in command.words[1:] if "=" not in word]
+    assert set(named) <= {target for line in targets for target in line.split()}, command
+
+
+def test_options_named_in_the_text_are_options() -> None:
+    known = reference.commands()
+    wrong = []
+    for span in (one for page in pages() for one in spans(page)):
+        words = span.text.split()[1:]
+        name = " ".join(words[:2]) if " ".join(words[:2]) in known else words[0]
+        if name not in known:
+            if not any(one.startswith(f"{name} ") for one in known):
+                wrong.append(f"{span}: no command")
+            continue
+        options = {
+            option for parameter in known[name].params for option in [*parameter.opts, *parameter.secondary_opts]
+        }
+        wrong += [
+            f"{span}: no {word}"
+            for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span.text)
+            if word not in options | {"--help"}
+        ]
+    assert not wrong
+
+
+def test_every_error_and_every_miss_has_its_remedy() -> None:
+    assert set(REMEDIES) == set(ERRORS_BY_CODE)
+    assert set(MISSES) == set(MissReason)
+    page = reference.errors_page()
+    assert all(f"| `{code}` | {cls.http_status} |" in page for code, cls in ERRORS_BY_CODE.items())
+
+
+def test_the_reference_has_every_command_and_option() -> None:
+    page = reference.cli_page()
+    for name, command in reference.commands().items():
+        section = page.split(f"\n## meshnet {name}\n")[1].split("\n## ")[0]
+        assert all(
+            f"`{option}`" in section for one in command.params if one.param_type_name == "option" for option in one.opts
+        )
+    assert {"up", "chat", "node", "mesh ticket", "verify"} <= set(reference.commands())
+    assert "demo" not in reference.commands()
+
+
+def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
+    done = build(ROOT, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = sorted((tmp_path / "site").rglob("*.html"))
+    assert len(made) > 40
+    for page in made:
+        fetched = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"(https?:[^\"]*)", page.read_text())
+        assert fetched == [], page
+
+
+def test_a_link_to_nothing_is_an_error(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "docs" / "adr").mkdir(parents=True)
+    (root / "deploy").mkdir()
+    for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile"):
+        (root / name).write_text("# A page\n")
+    (root / "mkdocs.yml").write_bytes((ROOT / "mkdocs.yml").read_bytes().split(b"nav:")[0])
+    assert build(root, tmp_path / "sound").returncode == 0
+    (root / "README.md").write_text("# A page\n\n[there](CONTRIBUTING.md#no-such-heading)\n")
+    assert build(root, tmp_path / "broken").returncode != 0
