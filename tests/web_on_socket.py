@@ -11,7 +11,7 @@ from aiohttp import web
 @contextlib.asynccontextmanager
 async def serving(app: web.Application, port: int = 0) -> AsyncIterator[str]:
     """Serve ``app`` on loopback, on a free port unless one is given; yields its URL."""
-    runner = web.AppRunner(app, shutdown_timeout=0)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)  # 0 would be for ever
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", port).start()

@@ -17,6 +17,7 @@ from meshnet_cli import (
     config,
     demo,
     doctor,
+    events,
     gateway,
     join,
     mesh,
@@ -61,6 +62,7 @@ app.command("up")(up.up)
 app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("nodes")(nodes.nodes)
+app.command("events")(events.events)
 app.command("tracker")(tracker.tracker)
 app.command("node")(node.node)
 app.command("gateway")(gateway.gateway)

@@ -17,6 +17,7 @@ import aiohttp
 
 from meshnet_core.demand import Demand
 from meshnet_core.errors import InvalidInputError, MeshnetError, TrackerUnreachableError, error_from_wire
+from meshnet_core.event_page import EventPage
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.link_info import MAX_LINKS, Neighbour
 from meshnet_core.membership import NodeInfo, Snapshot
@@ -178,6 +179,19 @@ class TrackerClient:
         except InvalidInputError as error:
             raise self._no_tracker(error.message) from error
 
+    async def events(self, since: int = 0, log: str | None = None, *, wait_s: int = 0) -> EventPage:
+        """What happened to nodes after event ``since`` of ``log``; if nothing did, it is waited for up to ``wait_s``.
+
+        Raises:
+            TrackerUnreachableError: as :meth:`heartbeat`.
+        """
+        params = {"since": str(since), "wait_s": str(wait_s)} | ({} if log is None else {"log": log})
+        reply = await self._call("GET", "/v1/events", params=params, more_s=wait_s)
+        try:
+            return EventPage.from_wire(reply)
+        except InvalidInputError as error:
+            raise self._no_tracker(error.message) from error
+
     async def route(
         self,
         model: str,
@@ -239,18 +253,25 @@ class TrackerClient:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        session, self._session = self._session, None  # at once: a call that comes meanwhile must not find it closed
+        if session is not None:
+            await session.close()
 
     async def _call(
-        self, method: str, path: str, document: dict[str, Any] | None = None, params: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        document: dict[str, Any] | None = None,
+        params: dict[str, str] | None = None,
+        *,
+        more_s: float = 0.0,
     ) -> dict[str, Any]:
+        timeout_s = self._timeout_s + more_s
         try:
-            status, text = await self._exchange(method, path, document, params)
+            status, text = await self._exchange(method, path, document, params, timeout_s)
         except TimeoutError as error:
             raise TrackerUnreachableError(
-                f"the tracker at {self.url} gave no answer within {self._timeout_s:g} s; {_REMEDY}"
+                f"the tracker at {self.url} gave no answer within {timeout_s:g} s; {_REMEDY}"
             ) from error
         except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
             raise TrackerUnreachableError(
@@ -279,15 +300,22 @@ class TrackerClient:
             return await self._exchange_once(*request)
 
     async def _exchange_once(
-        self, method: str, path: str, document: dict[str, Any] | None, params: dict[str, str] | None
+        self,
+        method: str,
+        path: str,
+        document: dict[str, Any] | None,
+        params: dict[str, str] | None,
+        timeout_s: float,
     ) -> tuple[int, str]:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(ssl=self._tls or True),
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-            )
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=self._tls or True))
         async with self._session.request(
-            method, self.url + path, json=document, params=params, allow_redirects=False
+            method,
+            self.url + path,
+            json=document,
+            params=params,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
         ) as response:
             return response.status, await response.text()
 
