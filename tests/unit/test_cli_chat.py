@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -101,3 +102,14 @@ def test_a_mesh_without_a_whole_model_is_told() -> None:
         result = run("chat", "--url", gateway.url, "-m", "hi")
     assert result.returncode == 1
     assert "serves no complete model yet" in result.stderr
+
+
+def test_one_question_as_a_json_document() -> None:
+    with serving(ScriptedGateway([["(hm", "yes"]])) as gateway:
+        result = run("chat", "--url", gateway.url, "-m", "hi", "--json")
+        alone = run("chat", "--url", gateway.url, "--json")
+    document = json.loads(result.stdout)
+    assert (document["model"], document["answer"], document["reasoning"]) == ("tiny", "yes", "(hm")
+    assert document["meshnet"]["tokens_per_s"] == 12.5
+    assert alone.returncode == 2
+    assert "give it with --message" in alone.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshnet_cli import options
-from meshnet_core.errors import MeshnetError, ModelNotFoundError
+from meshnet_core.errors import InvalidInputError, MeshnetError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from meshnet_cli.chat_stream import Ended, Gateway, GatewayUnreachableError
@@ -36,27 +37,31 @@ def chat(
     message: Annotated[
         str | None, typer.Option("--message", "-m", metavar="TEXT", help="Say this, show the answer and leave.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Which model.", show_default="the first served")
-    ] = None,
+    model: options.ServedModel = None,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, max=2, help="0 always says the likeliest.")
     ] = TEMPERATURE,
     api_key: options.ClientKey = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --message: print one JSON document in place of the answer.")
+    ] = False,
 ) -> None:
     """Chat with the model that a mesh serves."""
     from meshnet_cli.chat_stream import Gateway, GatewayUnreachableError
 
+    if as_json and message is None:
+        raise InvalidInputError("--json is for one question; give it with --message")
     gateway = Gateway(url or options.DEFAULT_API_URL, api_key)
     try:
-        served = asyncio.run(_model_of(gateway, model))
+        served = asyncio.run(model_of(gateway, model))
     except GatewayUnreachableError as error:
         if url is None:
             _tell_of_others(error)
         raise
     partner = Partner(gateway, served, temperature)
     if message is not None:
-        asyncio.run(_answer(partner, [{"role": "user", "content": message}], []))
+        turn = [{"role": "user", "content": message}]
+        asyncio.run(_document(partner, turn) if as_json else _answer(partner, turn, []))
         return
     _converse(partner)
 
@@ -71,7 +76,7 @@ def _tell_of_others(error: GatewayUnreachableError) -> None:
         error.message += f". On the local network there is one: if it is yours, meshnet chat {named}"
 
 
-async def _model_of(gateway: Gateway, wanted: str | None) -> str:
+async def model_of(gateway: Gateway, wanted: str | None) -> str:
     """The model to talk to."""
     from meshnet_cli.complaint import CommandFailedError
 
@@ -116,6 +121,25 @@ def _converse(partner: Partner) -> None:
             say(f"\nmeshnet: {error.message}\n")
             continue  # the question is not kept: it can be asked again
         history = [*turn, {"role": "assistant", "content": "".join(pieces)}]
+
+
+async def _document(partner: Partner, messages: list[Message]) -> None:
+    """Print a whole answer, with what the gateway reports of it, as JSON."""
+    from meshnet_cli.chat_stream import Ended, Text, Thought
+
+    answer, reasoning = "", ""
+    sampling = {"temperature": partner.temperature, "top_p": TOP_P}
+    async with partner.gateway as gateway:
+        async for event in gateway.chat(partner.model, messages, **sampling):
+            match event:
+                case Thought(text):
+                    reasoning += text
+                case Text(text):
+                    answer += text
+                case Ended(finish_reason, usage, report):
+                    told = {"finish_reason": finish_reason, "usage": usage, "meshnet": report}
+                    document = {"model": partner.model, "answer": answer, "reasoning": reasoning or None, **told}
+                    print(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 async def _answer(partner: Partner, messages: list[Message], pieces: list[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from meshnet_cli import (
+    bench,
     chat,
     complaint,
     config,
@@ -71,6 +72,7 @@ app.command("join")(join.join)
 app.add_typer(mesh.app, name="mesh")
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
+app.command("bench")(bench.bench)
 app.command("config")(config.config)
 app.command("doctor")(doctor.doctor)
 app.command("demo", hidden=True)(demo.demo)

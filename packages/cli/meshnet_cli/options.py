@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshnet_cli import completion
 from meshnet_gateway.recovery import Replay
 
 DEFAULT_TRACKER_PORT = 7400
@@ -29,7 +30,12 @@ class DtypeChoice(enum.StrEnum):
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a GGUF file, a hub id, or smollm2 (the demo's).")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Hugging Face folder, a GGUF file, a hub id, or smollm2 (the demo's).",
+        autocompletion=completion.complete_model,
+    ),
 ]
 TrackerUrls = Annotated[
     list[str] | None,
@@ -87,6 +93,16 @@ ClientKey = Annotated[
         metavar="KEY",
         help="Key to bring, where the gateway asks for one.",
         show_default="the first in MESHNET_API_KEY",
+    ),
+]
+ServedModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="Which model.",
+        show_default="the first served",
+        autocompletion=completion.complete_served,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
