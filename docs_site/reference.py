@@ -1,4 +1,4 @@
-"""Reference pages made from the code: the command line, the variables, the errors. Nothing here is written by hand."""
+"""Reference pages made from the code: the command line, the settings, the errors. Nothing here is written by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from meshnet_cli import settings, variables
 from meshnet_cli.main import app
 from meshnet_core.errors import ERRORS_BY_CODE, MissReason
 from meshnet_core.remedies import MISSES, REMEDIES
@@ -15,12 +16,12 @@ from meshnet_core.remedies import MISSES, REMEDIES
 
 def pages() -> dict[str, str]:
     """Each page's file name and text."""
-    return {"cli.md": cli_page(), "errors.md": errors_page()}
+    return {"cli.md": cli_page(), "configuration.md": configuration_page(), "errors.md": errors_page()}
 
 
 def commands() -> dict[str, Any]:
     """Every command that is not hidden, by its full name such as ``mesh ticket``."""
-    return dict(_walk("", typer.main.get_command(app)))
+    return dict(_walk("", _root()))
 
 
 def _walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -85,7 +86,52 @@ def _default(parameter: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def configuration_page() -> str:
+    lines = [
+        "# Configuration",
+        "",
+        "Made from the program. A flag goes before a variable, a variable before the file, the file before the",
+        "default; `meshnet config --all` shows every setting with its value and where that comes from.",
+        "",
+        "The file is `$MESHNET_CONFIG`, else `config.toml` in `$MESHNET_HOME`, else in `~/.config/meshnet`. A table is",
+        "a command; `[all]` is every command that has the option. A name that is no option is an error.",
+        "",
+        "```toml",
+        "[all]",
+        'tracker = "https://10.0.0.5:7400"',
+        "",
+        "[node]",
+        "max-sessions = 4",
+        "```",
+        "",
+        "## Variables besides those of options",
+        "",
+        "| variable | what it is for |",
+        "| --- | --- |",
+        *(f"| `{name}` | {_cell(purpose)} |" for name, purpose in variables.FIXED.items()),
+        "",
+        "## Options of all commands that have them",
+        "",
+        "In `[all]`, and as a variable; a command's own table and variable go before.",
+        "",
+        "| option | variable |",
+        "| --- | --- |",
+        *(f"| `{key}` | `MESHNET_{key.replace('-', '_').upper()}` |" for key in sorted(settings.SHARED)),
+        "",
+        "## Options of each command",
+        "",
+        "| table | option | variable |",
+        "| --- | --- | --- |",
+        *(f"| `[{one.command}]` | `{one.key}` | `{one.names[0]}` |" for one in settings.settings_of(_root())),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _root() -> Any:
+    return typer.main.get_command(app)
 
 
 def errors_page() -> str:

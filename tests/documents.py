@@ -99,3 +99,12 @@ def parsed(command: Command) -> str:
     except _UsageError as error:
         raise NotTakenError(f"{command}: {error}") from error
     return " ".join(names)
+
+
+def sections(page: Path) -> dict[str, list[str]]:
+    """The `sh` blocks of ``page`` by the heading of second level that they stand under."""
+    found: dict[str, list[str]] = {}
+    for part in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        title, _, text = part.partition("\n")
+        found[title] = [one["body"] for one in _FENCE.finditer(text) if one["language"] == "sh"]
+    return found

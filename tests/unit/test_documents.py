@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 from docs_site import reference
 from docs_site.build import build
 
 from documents import ROOT, Command, NotTakenError, commands, pages, parsed, spans
+from meshnet_cli import settings, variables
+from meshnet_cli.main import app
 from meshnet_core.errors import ERRORS_BY_CODE, MissReason
 from meshnet_core.remedies import MISSES, REMEDIES
 
@@ -82,6 +85,13 @@ def test_the_reference_has_every_command_and_option() -> None:
         )
     assert {"up", "chat", "node", "mesh ticket", "verify"} <= set(reference.commands())
     assert "demo" not in reference.commands()
+
+
+def test_the_reference_has_every_setting() -> None:
+    page = reference.configuration_page()
+    named = {name for one in settings.settings_of(typer.main.get_command(app)) for name in one.names}
+    assert {"MESHNET_NODE_MAX_SESSIONS", "MESHNET_TRACKER"} < named
+    assert set(re.findall(r"`(MESHNET_[A-Z_]+)`", page)) == named | set(variables.FIXED)
 
 
 def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
