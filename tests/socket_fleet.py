@@ -89,8 +89,10 @@ class SocketFleet:
             max_body=2**20,
             protocols=protocols,
         )
-        runner, port = await torch_server.serve(app, "127.0.0.1", self.ports.get(name, 0))
-        self.ports[name] = port
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.ports.get(name, 0)).start()
+        port = self.ports[name] = int(runner.addresses[0][1])
 
         def describe() -> NodeInfo:
             return NodeInfo(
