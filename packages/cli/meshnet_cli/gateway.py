@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshnet_cli import access, find_trackers, lifeline, mdns, options, renewal, serving, trust
+from meshnet_cli import access, find_trackers, lifeline, mdns, options, renewal, serving, tracing, trust
 from meshnet_gateway.recovery import Replay
 
 if TYPE_CHECKING:
@@ -30,12 +30,14 @@ class Api:
         step_deadline_s: time for one step, in seconds.
         identity: as which machine of a mesh its calls to nodes and trackers are made; None without certificates.
         keys: that it takes; None lets everybody in.
+        traces: where spans of generations are sent; None leaves it to OpenTelemetry's environment variables.
     """
 
     recovery: Replay = Replay.FAST
     step_deadline_s: float = options.DEFAULT_STEP_DEADLINE_S
     identity: trust.Identity | None = None
     keys: ApiKeys | None = None
+    traces: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,15 @@ def gateway(
     ] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = None,
     announce: options.Announce = True,
+    traces: Annotated[
+        str | None,
+        typer.Option(
+            "--traces",
+            metavar="URL",
+            help="Send OpenTelemetry traces of answers to this collector, such as otlp://127.0.0.1:4318.",
+            show_default="what OTEL_EXPORTER_OTLP_ENDPOINT says, else none",
+        ),
+    ] = None,
 ) -> None:
     """Serve the OpenAI-style API of a mesh at /v1."""
     lifeline.hold_on()
@@ -84,7 +95,8 @@ def gateway(
     keys = access.keys_for(host, access.KeyOptions(api_key or (), api_keys_file, no_api_key), insecure=insecure)
     tls = serving.tls_files(tls_certificate, tls_key)
     front = Front(host, serving.listen(host, port), tls, announce)
-    api = Api(recovery, step_deadline, identity, keys)
+    tracing.endpoint_of(traces, {})  # refused before anything begins
+    api = Api(recovery, step_deadline, identity, keys, traces)
     asyncio.run(_serve(options.tracker_urls(tracker), front, api, insecure=insecure))
 
 
@@ -142,5 +154,11 @@ async def api_of(trackers: Sequence[str], api: Api) -> AsyncIterator[FastAPI]:
         closing.push_async_callback(transport.close)
         connector = aiohttp.TCPConnector(ssl=tls or True)
         session = await closing.enter_async_context(aiohttp.ClientSession(connector=connector))
-        engine = GenerationEngine(mesh, transport, clock, recovery=api.recovery, step_deadline_s=api.step_deadline_s)
-        yield create_app(engine, TextStore(mesh, session), mesh, room=engine.room, keys=api.keys)
+        traced = await closing.enter_async_context(tracing.tracing_to(api.traces, clock))
+        engine = GenerationEngine(
+            mesh, transport, clock, recovery=api.recovery, step_deadline_s=api.step_deadline_s, tracing=traced
+        )
+        app = create_app(engine, TextStore(mesh, session), mesh, room=engine.room, keys=api.keys)
+        if traced is not None:
+            tracing.follow_callers(app)
+        yield app

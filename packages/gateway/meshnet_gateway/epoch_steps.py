@@ -16,6 +16,7 @@ from meshnet_core.frames import Frame, FrameReply, Phase
 from meshnet_core.link_times import LinkTimes
 from meshnet_core.route import Route
 from meshnet_core.transport import HopTransport
+from meshnet_gateway.generation_trace import NO_TRACE, GenerationTrace
 from meshnet_gateway.mending import Mending
 
 CHUNKS_IN_FLIGHT = 2  # one runs on the first hop while the one before it runs on the next
@@ -39,14 +40,24 @@ class EpochSteps:
         mending: says which frames are sent again.
         clock: measures.
         links: take in how long steps took on their way to the first hop.
+        trace: is told of every frame.
     """
 
-    def __init__(self, route: Route, transport: HopTransport, mending: Mending, clock: Clock, links: LinkTimes) -> None:
+    def __init__(
+        self,
+        route: Route,
+        transport: HopTransport,
+        mending: Mending,
+        clock: Clock,
+        links: LinkTimes,
+        trace: GenerationTrace = NO_TRACE,
+    ) -> None:
         self._route = route
         self._transport = transport
         self._mending = mending
         self._clock = clock
         self._links = links
+        self._trace = trace
 
     async def prefill(
         self, frames: Iterable[Frame], total: int, told_every: int
@@ -82,6 +93,14 @@ class EpochSteps:
 
     async def send(self, frame: Frame) -> FrameReply:
         """The reply to a frame; where recovery says so, the identical one is sent again."""
+        began, reply = self._clock.now(), None
+        try:
+            reply = await self._answered(frame)
+        finally:
+            self._trace.frame(frame, self._route, began, reply)
+        return reply
+
+    async def _answered(self, frame: Frame) -> FrameReply:
         first, retries = self._route.hops[0], 0
         while True:
             try:

@@ -29,6 +29,7 @@ from meshnet_gateway.epoch_frames import EpochFrames
 from meshnet_gateway.epoch_steps import EpochSteps, PrefillProgress
 from meshnet_gateway.generation_report import GenerationReport
 from meshnet_gateway.generation_request import GenerationRequest
+from meshnet_gateway.generation_trace import NO_TRACE, GenerationTrace, Tracing
 from meshnet_gateway.hop_calls import HopCalls
 from meshnet_gateway.mending import Mending
 from meshnet_gateway.place import Place, Routes
@@ -56,6 +57,7 @@ class GenerationEngine:
         recovery: how lost state is made again, where a request does not say.
         sleep: waits, in seconds, before another attempt.
         room: where generations wait until nodes have room for them; one of its own if not given.
+        tracing: is told where the time of each generation goes; None tells nobody.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class GenerationEngine:
         recovery: Replay = Replay.FAST,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         room: WaitingRoom | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.routes = routes
         self.transport = transport
@@ -80,6 +83,7 @@ class GenerationEngine:
         self.links = LinkTimes(clock)  # to the nodes that were first hops
         self.sleep = sleep
         self.room = room or WaitingRoom(clock)
+        self.tracing = tracing
         self.arrivals = itertools.count()
         self.prefixes = PrefixMemory()
 
@@ -120,6 +124,7 @@ class Generation:
             cache=request.cache,
             patience_s=engine.step_deadline_ms / 1000,
         )
+        self._trace: GenerationTrace = NO_TRACE
         self._events = self._run()
 
     def __aiter__(self) -> AsyncGenerator[Event]:
@@ -144,8 +149,21 @@ class Generation:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> AsyncGenerator[Event]:
+        request, tracing = self._request, self._engine.tracing
+        if tracing is not None:
+            self._trace = tracing.begin(self.session, request.model, len(request.prompt_ids))
+        try:
+            async with aclosing(self._traced()) as events:
+                async for event in events:
+                    with self._trace.delivering():
+                        yield event
+        finally:
+            self._trace.end(tokens=len(self._answer), finish_reason=self.finish_reason)
+
+    async def _traced(self) -> AsyncGenerator[Event]:
         request = self._request
-        model = await self._engine.routes.model(request.model)
+        with self._trace.part("model"):
+            model = await self._engine.routes.model(request.model)
         if len(request.prompt_ids) + 1 > model.max_positions:
             raise RequestRefusedError(
                 f"the prompt has {len(request.prompt_ids)} tokens; {request.model} takes {model.max_positions} "
@@ -162,6 +180,7 @@ class Generation:
             mending=self._mending,
             prefix=self._prefix,
             report=self._report,
+            trace=self._trace,
         )
         while self.finish_reason is None:
             try:
@@ -169,16 +188,19 @@ class Generation:
                     async for event in events:
                         yield event
             except MeshnetError as failure:
-                place.route = await self._mending.after(failure, place.route)
+                with self._trace.part("mend"):
+                    place.route = await self._mending.after(failure, place.route)
         self._mending.served(place.route)
 
     async def _epoch_at(self, place: Place, model: ModelSummary) -> AsyncGenerator[Event]:
         """One epoch: open, prefill what there is, decode until the end, a failure, or the move to another route."""
-        route = await place.opened()
+        with self._trace.part("place"):
+            route = await place.opened()
         self._mending.opened()
         self._report.epoch_began(route, cached=not self._mending.stateless)
         self._calls.leave_hops_outside(route, place.epoch)
-        steps = EpochSteps(route, self._engine.transport, self._mending, self._engine.clock, self._engine.links)
+        engine = self._engine
+        steps = EpochSteps(route, engine.transport, self._mending, engine.clock, engine.links, self._trace)
         frames = EpochFrames(
             self.session,
             place.epoch,
@@ -221,9 +243,14 @@ class Generation:
         prefill = frames.prefill(
             prompt, answer, self._engine.chunk, replay, begin=self._prefix.begin, cuts=self._prefix.cuts
         )
-        async with aclosing(steps.prefill(prefill, self._length, self._engine.chunk)) as events:
-            async for event in events:
-                yield event
+        with self._trace.part("prefill"):
+            async with aclosing(steps.prefill(prefill, self._length, self._engine.chunk)) as events:
+                async for event in events:
+                    if isinstance(event, FrameReply):
+                        reply = event
+                    else:
+                        yield event
+        yield reply
 
     def _accept(self, reply: FrameReply) -> SampledToken | None:
         """The token that a step gave; None if it ends the answer."""

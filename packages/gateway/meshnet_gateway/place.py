@@ -22,6 +22,7 @@ from meshnet_core.open_document import OpenDocument
 from meshnet_core.route import Route
 from meshnet_gateway.generation_report import GenerationReport
 from meshnet_gateway.generation_request import GenerationRequest
+from meshnet_gateway.generation_trace import NO_TRACE, GenerationTrace
 from meshnet_gateway.hop_calls import HopCalls, StayedError
 from meshnet_gateway.mending import Mending
 from meshnet_gateway.prefix_reuse import PrefixReuse
@@ -73,6 +74,7 @@ class Place:
         mending: knows which nodes to leave out, and whether there is a cache to use.
         prefix: what the session begins from.
         report: is told how long it waited.
+        trace: is told of routes and opens.
 
     Attributes:
         route: the newest, open or not; None asks for a new one.
@@ -91,6 +93,7 @@ class Place:
         mending: Mending,
         prefix: PrefixReuse,
         report: GenerationReport,
+        trace: GenerationTrace = NO_TRACE,
     ) -> None:
         self.route: Route | None = None
         self.epoch = -1
@@ -103,6 +106,7 @@ class Place:
         self._mending = mending
         self._prefix = prefix
         self._report = report
+        self._trace = trace
         self._epochs = itertools.count()
         self._opened = False  # the route is open for the next epoch already
         self._patient = True  # the next epoch waits for room where there is none
@@ -204,13 +208,16 @@ class Place:
             held=held,
             explore=self.epoch < 0 and not held,
         )
-        return await self._engine.routes.route(self._model, excluded, demand)
+        with self._trace.part("route"):
+            return await self._engine.routes.route(self._model, excluded, demand)
 
     async def _open(self, route: Route) -> None:
         """Open a new epoch on all hops at once; where one refuses, what the others set aside is freed again."""
         terms = self._terms(route)
         self.epoch = terms.epoch
-        self._prefix.agree(route, await self._calls.open(terms))
+        with self._trace.part("open"):
+            replies = await self._calls.open(terms)
+        self._prefix.agree(route, replies)
 
     def _terms(self, route: Route) -> OpenDocument:
         """Those of a new epoch. What a refused open left behind is over, so that each try is an epoch of its own."""
