@@ -45,7 +45,7 @@ class ScriptedGeneration:
         self.finish_reason: str | None = None
         self._engine = engine
         self._request = request
-        self._steps = steps
+        self.steps = steps
         self._events = self._run()
 
     def __aiter__(self) -> AsyncGenerator[PrefillProgress | SampledToken]:
@@ -53,7 +53,7 @@ class ScriptedGeneration:
 
     async def _run(self) -> AsyncGenerator[PrefillProgress | SampledToken]:
         made = 0
-        for step in self._steps:
+        for step in self.steps:
             if isinstance(step, Exception):
                 raise step
             if isinstance(step, asyncio.Event):

@@ -10,9 +10,10 @@ from api_client import USER, get, post
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError
 from meshnet_gateway.api import create_app
+from meshnet_gateway.generation import GenerationRequest
 from meshnet_gateway.text_model import TextModel
 from meshnet_gateway.waiting_room import NoRoomError, WaitingRoom
-from scripted_engine import FixedMesh, FixedTexts, ScriptedEngine
+from scripted_engine import FixedMesh, FixedTexts, ScriptedEngine, ScriptedGeneration, tokens
 from tiny_tokenizers import byte_level_files
 
 
@@ -57,3 +58,33 @@ async def test_waiting_shows_in_metrics_and_status() -> None:
     assert "meshnet_gateway_waited_seconds_total 0.0" in metrics
     assert (await get(app, "/v1/meshnet/status")).json()["gateway"]["waiting_for_room"] == 1
     waiting.cancel()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_done_gives_its_room_to_others_of_its_request(model: TextModel, stream: bool) -> None:
+    """Where a mesh has room for one, three answers come one after the other."""
+    engine = OneAtATime(tokens(model.encode("ok")))
+    app = create_app(engine, FixedTexts({"tiny": model}), FixedMesh())
+    async with asyncio.timeout(30):
+        response = await post(app, messages=USER, n=3, stream=stream)
+    assert response.status_code == 200
+    assert response.text.count('"finish_reason":"stop"') == 3
+    assert engine.closed == ["s-1", "s-2", "s-3"]
+
+
+class OneAtATime(ScriptedEngine):
+    """Each generation waits until the one before it was given back."""
+
+    def start(self, request: GenerationRequest) -> ScriptedGeneration:
+        generation = super().start(request)
+        turn, done = getattr(self, "done", None), asyncio.Event()
+        if turn is not None:
+            generation.steps.insert(0, turn)
+        self.done, close = done, generation.aclose
+
+        async def aclose() -> None:
+            await close()
+            done.set()
+
+        generation.aclose = aclose  # type: ignore[method-assign]
+        return generation

@@ -211,7 +211,7 @@ class Jobs:
             async with AsyncExitStack() as leases:
                 for request in job.requests:
                     generation = await leases.enter_async_context(self._releases.lease(self._engine.start(request)))
-                    runs.append(_Run(job, request, generation, self._figures, began))
+                    runs.append(_Run(job, request, generation, self._figures, self._releases, began))
                 yield runs
         except (asyncio.CancelledError, GeneratorExit):
             # Many clients leave with the last event, while the sessions are still being given back.
@@ -242,11 +242,19 @@ class _Run:
     """One generation under way; ``told`` once the whole answer was sent."""
 
     def __init__(
-        self, job: Job, request: GenerationRequest, generation: GenerationLike, figures: GatewayFigures, began: float
+        self,
+        job: Job,
+        request: GenerationRequest,
+        generation: GenerationLike,
+        figures: GatewayFigures,
+        releases: Releases,
+        began: float,
     ) -> None:
         self._request = request
         self._generation = generation
         self._figures = figures
+        self._releases = releases
+        self._alone = len(job.requests) == 1
         self._began = began
         self.told = False
         self.answer = Answer(
@@ -261,6 +269,8 @@ class _Run:
                     self._figures.first_token.observe(time.monotonic() - self._began)
                     first = False
                 yield event
+        if not self._alone:  # the others may be waiting for its room; one alone is told its end before that
+            await self._releases.give_back(self._generation)
 
     def report(self) -> dict[str, Any]:
         """The generation's own, and the seed, so that an answer whose seed was minted can be had again."""

@@ -18,7 +18,7 @@ class Releases:
 
     def __init__(self) -> None:
         self._leased: set[GenerationLike] = set()
-        self._closing: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
+        self._closing: dict[GenerationLike, asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -34,10 +34,15 @@ class Releases:
         try:
             yield generation
         finally:
-            task = asyncio.create_task(self._close(generation))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-            await asyncio.shield(task)
+            await self.give_back(generation)
+
+    async def give_back(self, generation: GenerationLike) -> None:
+        """Close it, be it before its lease ends. Idempotent."""
+        if generation not in self._leased:
+            return
+        if generation not in self._closing:
+            self._closing[generation] = asyncio.create_task(self._close(generation))
+        await asyncio.shield(self._closing[generation])
 
     async def drain(self, timeout_s: float = 10.0) -> None:
         """Wait until all of them, cancelled or ended before, are given back; for a server that stops."""
@@ -53,5 +58,6 @@ class Releases:
             logger.warning("a generation was not given back on every hop: %s", error)
         finally:
             self._leased.discard(generation)
+            self._closing.pop(generation, None)
             if not self._leased:
                 self._idle.set()
