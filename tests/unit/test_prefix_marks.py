@@ -255,6 +255,8 @@ def test_scopes_are_one_for_each_key_and_say_nothing_of_a_key_that_nobody_checke
         scope_of(None, {}, None),
         scope_of(None, mine, None),
         scope_of(None, yours, None),
+        scope_of(None, {"x-api-key": "mine"}, None),  # as Anthropic's clients say it
+        scope_of(None, {"x-api-key": "yours"}, None),
         scope_of("0123", mine, None),
         scope_of("4567", mine, None),
         scope_of("0123", mine, "a"),

@@ -17,13 +17,13 @@ def scope_of(api_key_id: str | None, headers: Mapping[str, str], cache_key: str 
 
     Args:
         api_key_id: id of the key that the request was let in with; None where none is needed.
-        headers: of the request. Where no key is needed, clients that send different ones anyway still share nothing.
+        headers: of the request, OpenAI's clients' or Anthropic's. Where no key is needed, clients that send different ones anyway still share nothing.
         cache_key: ``prompt_cache_key``.
     """
     scope = EVERYONE
     if api_key_id is not None:
         scope = f"key-{api_key_id}"
-    elif given := headers.get("authorization"):
+    elif given := headers.get("authorization") or headers.get("x-api-key"):
         scope = f"said-{_digest(given, _SALT)}"
     return scope if cache_key is None else f"named-{_digest(f'{scope} {cache_key}', b'')}"
 
