@@ -24,8 +24,8 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def app_of(engine: ScriptedEngine, model: TextModel, mesh: FixedMesh | None = None) -> FastAPI:
-    return create_app(engine, FixedTexts({model.name: model}), mesh or FixedMesh([summary("tiny")]))
+def app_of(engine: ScriptedEngine, model: TextModel, mesh: FixedMesh | None = None, **options: Any) -> FastAPI:
+    return create_app(engine, FixedTexts({model.name: model}), mesh or FixedMesh([summary("tiny")]), **options)
 
 
 async def post(app: FastAPI, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:

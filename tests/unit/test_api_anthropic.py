@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from api_client import app_of, client_of, post
+from meshnet_core.clock import ManualClock
+from meshnet_core.doorkeeper import Doorkeeper
 from meshnet_core.errors import DeadlineError
+from meshnet_gateway.api_keys import ApiKeys
 from meshnet_gateway.generation import PrefillProgress
 from meshnet_gateway.text_model import TextModel
 from scripted_engine import ScriptedEngine, tokens
@@ -94,6 +98,29 @@ async def test_an_empty_answer_and_one_that_is_cut(model: TextModel) -> None:
     assert (await ask(saying(model, "the fox"), model, max_tokens=1))["stop_reason"] == "max_tokens"
 
 
+async def test_an_answer_that_ends_at_a_stop_sequence_tells_which(model: TextModel) -> None:
+    engine, stops = saying(model, "one END two"), ["zz", " END"]
+    whole = await ask(engine, model, stop_sequences=stops)
+    assert whole["content"] == [{"type": "text", "text": "one"}]
+    ended = {"stop_reason": "stop_sequence", "stop_sequence": " END"}
+    assert {key: whole[key] for key in ended} == ended
+    assert (await streamed(engine, model, stop_sequences=stops))[-2]["delta"] == ended
+
+
+async def test_who_is_refused_at_the_door_is_told_in_anthropics_shape_too(model: TextModel) -> None:
+    engine = saying(model, "ok")
+    locked = app_of(engine, model, keys=ApiKeys(["k-0123456789abcdef"]))
+    busy = app_of(engine, model, doorkeeper=Doorkeeper(ManualClock(), per_s=1, burst=1))
+    await post(busy, PATH, max_tokens=5, messages=USER)
+    small = app_of(engine, model, max_body=10)
+    for app, status, kind in [
+        (locked, 401, "authentication_error"), (busy, 429, "rate_limit_error"), (small, 413, "request_too_large")
+    ]:  # fmt: skip
+        response = await post(app, PATH, max_tokens=5, messages=USER)
+        assert response.status_code == status
+        assert response.json() == {"type": "error", "error": {"type": kind, "message": ANY}}
+
+
 async def test_a_conversation_with_tools_becomes_the_templates(model: TextModel) -> None:
     engine = saying(model, "ok")
     messages = [
@@ -127,6 +154,9 @@ async def test_a_conversation_with_tools_becomes_the_templates(model: TextModel)
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
         ({"tools": [TOOL, TOOL]}, "same name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "none of the tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any", "name": "weather"}}, "name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
     ],
 )

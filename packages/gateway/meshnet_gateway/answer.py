@@ -39,6 +39,7 @@ class Answer:
 
     Attributes:
         finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"`` once it has ended.
+        stop: the stop string that it has ended at.
         completion_tokens: tokens that the model made so far.
     """
 
@@ -52,6 +53,7 @@ class Answer:
         logprobs: bool = False,
     ) -> None:
         self.finish_reason: str | None = None
+        self.stop: str | None = None
         self.completion_tokens = 0
         self._generation = generation
         self._decoder = model.decoder()
@@ -83,7 +85,8 @@ class Answer:
             yield piece
         if failure is not None:
             raise failure
-        self.finish_reason = "stop" if self._scanner.found is not None else self._generation.finish_reason
+        self.stop = self._scanner.found
+        self.finish_reason = "stop" if self.stop is not None else self._generation.finish_reason
         if self._calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
 

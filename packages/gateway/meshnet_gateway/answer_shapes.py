@@ -37,12 +37,13 @@ class Usage:
 
 @dataclass(slots=True)
 class Choice:
-    """One of a request's answers, as it has come together."""
+    """One of a request's answers, as it has come together; ``stop`` is the stop string that it ended at, if any."""
 
     index: int
     parts: list[Part] = field(default_factory=list)
     tokens: list[SampledToken] = field(default_factory=list)
     finish: str | None = None
+    stop: str | None = None
 
 
 class AnswerShape(Protocol):
@@ -62,8 +63,10 @@ class AnswerShape(Protocol):
         """The chunks for some parts."""
         ...
 
-    def closing(self, index: int, finish: str | None, meshnet: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chunks that tell how one answer ended."""
+    def closing(
+        self, index: int, finish: str | None, meshnet: dict[str, Any], stop: str | None = None
+    ) -> list[dict[str, Any]]:
+        """The chunks that tell how one answer ended, be it at a stop string."""
         ...
 
     def ending(self, usage: Usage) -> list[dict[str, Any]]:
@@ -159,7 +162,9 @@ class ChatShape(_Shape):
             chunks.append(self._chunk(index, {"delta": delta, "logprobs": logprobs, "finish_reason": None}))
         return chunks
 
-    def closing(self, index: int, finish: str | None, meshnet: dict[str, Any]) -> list[dict[str, Any]]:
+    def closing(
+        self, index: int, finish: str | None, meshnet: dict[str, Any], stop: str | None = None
+    ) -> list[dict[str, Any]]:
         return [self._chunk(index, {"delta": {}, "logprobs": None, "finish_reason": finish}, meshnet=meshnet)]
 
     def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
@@ -237,7 +242,9 @@ class CompletionShape(_Shape):
         logprobs = self._logprobs(index, tokens)
         return [self._chunk(index, {"text": _text(parts), "logprobs": logprobs, "finish_reason": None})]
 
-    def closing(self, index: int, finish: str | None, meshnet: dict[str, Any]) -> list[dict[str, Any]]:
+    def closing(
+        self, index: int, finish: str | None, meshnet: dict[str, Any], stop: str | None = None
+    ) -> list[dict[str, Any]]:
         return [self._chunk(index, {"text": "", "logprobs": None, "finish_reason": finish}, meshnet=meshnet)]
 
     def _logprobs(self, index: int, tokens: Iterable[SampledToken]) -> dict[str, Any] | None:

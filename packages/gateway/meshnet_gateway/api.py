@@ -21,10 +21,10 @@ from meshnet_core.errors import MeshnetError
 from meshnet_core.turned_away import TurnedAway
 from meshnet_gateway.api_errors import error_object, from_mesh, from_validation, retry_headers
 from meshnet_gateway.api_keys import ApiKeys, KeyCheck
-from meshnet_gateway.api_routes import MESSAGES, Door, door_of, endpoint_of, router
+from meshnet_gateway.api_routes import Door, door_of, endpoint_of, router
 from meshnet_gateway.body_limit import BodyLimit
 from meshnet_gateway.jobs import Jobs
-from meshnet_gateway.messages_shape import error_document
+from meshnet_gateway.messages_shape import error_for
 from meshnet_gateway.ports import Engine, Mesh, TextModels, WaitingFigures
 from meshnet_gateway.releases import Releases
 from meshnet_gateway.status import GatewayFigures
@@ -121,6 +121,4 @@ def _error(
     request: Request, status: int, document: dict[str, Any], *, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An error in the shape that the endpoint's clients read."""
-    if request.url.path == MESSAGES:
-        document = error_document(status, document)
-    return JSONResponse(document, status, headers=headers)
+    return JSONResponse(error_for(request.url.path, status, document), status, headers=headers)

@@ -134,8 +134,8 @@ class MessagesAnswer(_Answer):
     role: Literal["assistant"]
     model: str
     content: list[TextBlock | ThinkingBlock | ToolUseBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "tool_use"]
-    stop_sequence: None
+    stop_reason: Literal["end_turn", "max_tokens", "tool_use", "stop_sequence"]
+    stop_sequence: str | None
     usage: MessagesUsage
     meshnet: dict[str, Any]
 

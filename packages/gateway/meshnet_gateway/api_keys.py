@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from meshnet_core.doorkeeper import Doorkeeper
 from meshnet_core.errors import InvalidInputError, RateLimitedError
 from meshnet_gateway.api_errors import error_object
+from meshnet_gateway.messages_shape import error_for
 
 # They say that the process answers, and that some model can; without a key nothing more of the mesh.
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
@@ -85,12 +86,12 @@ class KeyCheck:
             stranger = not key and scope["path"] in OPEN_PATHS
             if key_id is None and not stranger:
                 self._doorkeeper.turn_away("wrong_key" if key else "no_key", address)
-                await self._refuse(key)(scope, receive, send)
+                await self._refuse(key, scope["path"])(scope, receive, send)
                 return
         try:
             self._doorkeeper.admit(key_id, address)
         except RateLimitedError as error:
-            body = error_object(429, error.message, code=error.code)
+            body = error_for(scope["path"], 429, error_object(429, error.message, code=error.code))
             headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
             await JSONResponse(body, 429, headers=headers)(scope, receive, send)
             return
@@ -98,9 +99,8 @@ class KeyCheck:
         await self._app({**scope, "state": state}, receive, send)
 
     @staticmethod
-    def _refuse(key: bytes) -> JSONResponse:
+    def _refuse(key: bytes, path: str) -> JSONResponse:
         said = "this API key is not taken here" if key else "this gateway takes requests with an API key alone"
         message = f"{said}; send one of its keys in the header Authorization: Bearer KEY"
-        return JSONResponse(
-            error_object(401, message, code="invalid_api_key"), 401, headers={"WWW-Authenticate": "Bearer"}
-        )
+        body = error_for(path, 401, error_object(401, message, code="invalid_api_key"))
+        return JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})

@@ -32,12 +32,12 @@ from meshnet_gateway.api_types import ChatRequest, CompletionRequest, Generation
 from meshnet_gateway.event_stream import ClientGoneError, EventStream, while_connected
 from meshnet_gateway.job_kinds import chat_job, completion_job, messages_job
 from meshnet_gateway.jobs import Job, Jobs, farewell, outcome_of
+from meshnet_gateway.messages_shape import PATH as MESSAGES
 from meshnet_gateway.messages_types import MessagesRequest
 from meshnet_gateway.ports import Mesh, TextModels
 from meshnet_gateway.prefix_scope import scope_of
 from meshnet_gateway.status import GatewayFigures
 
-MESSAGES = "/v1/messages"
 CLIENT_GONE = 499  # nginx's status for it; nobody reads it, but access logs show it
 
 

@@ -6,6 +6,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshnet_gateway.api_errors import error_object
+from meshnet_gateway.messages_shape import error_for
 
 
 class BodyLimit:
@@ -47,8 +48,8 @@ class BodyLimit:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = f"the request body is longer than the {self._max_body} bytes that this gateway takes"
-        response = JSONResponse(error_object(413, message, code="too_large"), 413, headers={"connection": "close"})
-        await response(scope, receive, send)
+        body = error_for(scope["path"], 413, error_object(413, message, code="too_large"))
+        await JSONResponse(body, 413, headers={"connection": "close"})(scope, receive, send)
 
 
 class _TooLong(BaseException):

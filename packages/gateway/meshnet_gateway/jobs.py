@@ -157,7 +157,7 @@ class Jobs:
                         choices[index].parts.extend(event.parts)
                         choices[index].tokens.extend(event.tokens)
             for choice, run in zip(choices, runs, strict=True):
-                choice.finish = run.answer.finish_reason
+                choice.finish, choice.stop = run.answer.finish_reason, run.answer.stop
             return job.shape.whole(choices, _usage(job, runs), _report(runs))
 
     async def streamed(self, job: Job) -> AsyncGenerator[bytes]:
@@ -182,7 +182,8 @@ class Jobs:
                         if event is not None:
                             chunks += shape.piece(index, event.parts, event.tokens)
                         else:
-                            chunks += shape.closing(index, runs[index].answer.finish_reason, runs[index].report())
+                            answer = runs[index].answer
+                            chunks += shape.closing(index, answer.finish_reason, runs[index].report(), answer.stop)
                         if chunks:
                             begun = True
                             yield b"".join(map(shape.encode, chunks))

@@ -14,9 +14,15 @@ from meshnet_gateway.answer_shapes import Choice, Usage, server_sent
 from meshnet_gateway.text_model import TextModel
 from meshnet_gateway.tool_format import ToolCall
 
+PATH = "/v1/messages"
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+
+
+def error_for(path: str, status: int, error: dict[str, Any]) -> dict[str, Any]:
+    """An error in OpenAI's shape, or what the clients of ``path`` read in its place."""
+    return error_document(status, error) if path == PATH else error
 
 
 def error_document(status: int, error: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +58,7 @@ class MessagesShape:
             if not blocks or blocks[-1]["type"] != key:
                 blocks.append(_begun(part))
             blocks[-1][key] += part.text
-        return {**self._message(usage), "content": blocks, **self._stop(choice.finish), "meshnet": meshnet}
+        return {**self._message(usage), "content": blocks, **self._stop(choice.finish, choice.stop), "meshnet": meshnet}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         usage = Usage(prompt=self.prompt_tokens, completion=0)
@@ -69,8 +75,10 @@ class MessagesShape:
             events.append({"type": "content_block_delta", "index": self._block, "delta": _delta(part)})
         return events
 
-    def closing(self, index: int, finish: str | None, meshnet: dict[str, Any]) -> list[dict[str, Any]]:
-        self._end = {"delta": self._stop(finish), "meshnet": meshnet}
+    def closing(
+        self, index: int, finish: str | None, meshnet: dict[str, Any], stop: str | None = None
+    ) -> list[dict[str, Any]]:
+        self._end = {"delta": self._stop(finish, stop), "meshnet": meshnet}
         return self._close()
 
     def ending(self, usage: Usage) -> list[dict[str, Any]]:
@@ -90,7 +98,9 @@ class MessagesShape:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model.name}
         return {**head, "usage": _usage(usage)}
 
-    def _stop(self, finish: str | None) -> dict[str, Any]:
+    def _stop(self, finish: str | None, stop: str | None = None) -> dict[str, Any]:
+        if finish == "stop" and stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": _REASONS.get(finish or ""), "stop_sequence": None}
 
     def _close(self) -> list[dict[str, Any]]:

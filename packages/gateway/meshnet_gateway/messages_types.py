@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from meshnet_core.errors import RequestRefusedError
 from meshnet_gateway.api_fields import Body, Text, neutral_only, refusal
@@ -83,6 +84,12 @@ class ToolChoice(Body):
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError("invalid_value", "{within} goes with the type 'tool'", {"within": "name"})
+        return self
+
 
 class Metadata(Body):
     user_id: Text | None = None
@@ -147,11 +154,10 @@ class MessagesRequest(Body):
             raise RequestRefusedError(f"the fields do not fit together: {error.errors()[0]['msg']}") from error
 
     def _tools(self) -> dict[str, Any]:
-        if not self.tools:
-            return {}
         choice = self.tool_choice
-        found: dict[str, Any] = {
-            "tools": [
+        found: dict[str, Any] = {}
+        if self.tools:
+            found["tools"] = [
                 {
                     "type": "function",
                     "function": {
@@ -160,12 +166,12 @@ class MessagesRequest(Body):
                     },
                 }
                 for tool in self.tools
-            ]
-        }  # fmt: skip
+            ]  # fmt: skip
         if choice is not None:
             named = {"type": "function", "function": {"name": choice.name}}
             found["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
-            found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+            if self.tools:
+                found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         return found
 
 

@@ -17,7 +17,8 @@ def scope_of(api_key_id: str | None, headers: Mapping[str, str], cache_key: str 
 
     Args:
         api_key_id: id of the key that the request was let in with; None where none is needed.
-        headers: of the request, OpenAI's clients' or Anthropic's. Where no key is needed, clients that send different ones anyway still share nothing.
+        headers: of the request, OpenAI's clients' or Anthropic's. Where no key is needed, clients that send different
+            ones anyway still share nothing.
         cache_key: ``prompt_cache_key``.
     """
     scope = EVERYONE
