@@ -27,6 +27,7 @@ class FakeTracker:
         self.directory = Directory(ManualClock())
         self.named: dict[str, Any] = {"trackers": [], "registry": "none"}
         self.hangs = False
+        self.hanging = 0
         self.heartbeats = 0
         self.url = ""
         self._stopping = asyncio.Event()
@@ -52,8 +53,13 @@ class FakeTracker:
         self._stopping.set()
         await self._closing.aclose()
 
+    def go_on(self) -> None:
+        self.hangs = False
+        self._stopping.set()
+
     async def _perhaps_hang(self) -> None:
         if self.hangs:
+            self.hanging += 1
             await self._stopping.wait()
 
     async def _announce(self, request: web.Request) -> web.Response:
@@ -186,6 +192,50 @@ async def test_a_goodbye_reaches_whoever_answers(fakes: list[FakeTracker]) -> No
     await fakes[0].stop()
     await trackers.leave("a", boot="b-a")
     assert fakes[1].ids() == []
+    await trackers.close()
+
+
+async def test_a_goodbye_reaches_all_while_trackers_do_not_hear_of_one_another(fakes: list[FakeTracker]) -> None:
+    trackers = Trackers([fake.url for fake in fakes])
+    for fake in fakes:
+        fake.named["registry"] = "unreachable"
+    await trackers.heartbeat(node("a", beat=1))
+    assert [fake.ids() for fake in fakes] == [["a"]] * 3
+    await trackers.leave("a", boot="b-a")
+    assert [fake.ids() for fake in fakes] == [[]] * 3
+    await trackers.close()
+
+
+async def test_one_that_answers_after_it_was_forgotten_is_known_again(
+    fakes: list[FakeTracker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trackers = Trackers([fakes[0].url], patience_s=1.0)
+    await trackers.snapshot()
+    await fakes[2].stop()
+    await fakes[0].stop()
+    await trackers.snapshot()
+    assert trackers.url == fakes[1].url
+    await fakes[0].start()
+    fakes[0].named["trackers"] = []
+    fakes[1].hangs = True
+    closed: list[TrackerClient] = []
+
+    async def close_later(client: TrackerClient) -> None:
+        closed.append(client)
+
+    with monkeypatch.context() as patched:  # its connections are closed by a task, so maybe a little later
+        patched.setattr(TrackerClient, "close", close_later)
+        first = asyncio.create_task(trackers.snapshot())
+        while fakes[1].hanging < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        second = asyncio.create_task(trackers.snapshot())
+        await first  # from the first tracker, which does not name the second
+        fakes[1].go_on()
+        await second
+    assert any(client.url == fakes[1].url for client in closed)
+    assert trackers.url in trackers.urls
+    await trackers.snapshot()
     await trackers.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from meshnet_cli import trust
 from meshnet_cli.complaint import CommandFailedError
@@ -86,7 +87,7 @@ async def of_mesh(pin: str | None) -> list[str]:
 
 
 async def _answering(urls: Sequence[str], identity: trust.Identity | None) -> list[str]:
-    """``urls`` with one that answers in front."""
+    """One of ``urls`` that answers, those that share its list of nodes, and the rest."""
     from meshnet_core.tracker_client import TrackerClient
 
     tls = None if identity is None else identity.credentials.client_context()
@@ -100,7 +101,9 @@ async def _answering(urls: Sequence[str], identity: trust.Identity | None) -> li
             continue
         finally:
             await client.close()
+        # Of those that it names: whoever starts again when this one is gone finds the mesh through them.
+        spoken = [url, *(other for other in client.told.others if urlsplit(other).scheme == urlsplit(url).scheme)]
         if identity is not None:
-            identity.remember([url])
-        return list(dict.fromkeys([url, *urls]))
+            identity.remember(spoken)
+        return list(dict.fromkeys([*spoken, *urls]))
     raise failed[0]

@@ -83,15 +83,13 @@ class Trackers:
             MeshnetError: what the first that answered refused with.
         """
         lease_s = await self._ask(lambda client: client.heartbeat(info))
-        if self._clients[self._current].told.registry == "unreachable":
-            await asyncio.gather(
-                *(self._tell(client, info) for url, client in self._clients.items() if url != self._current)
-            )
+        await self._tell_others(lambda client: client.heartbeat(info))
         return lease_s
 
     async def leave(self, node_id: str, *, boot: str | None = None) -> None:
-        """As `TrackerClient.leave`."""
+        """As `TrackerClient.leave`, told to all of them where `heartbeat` is."""
         await self._ask(lambda client: client.leave(node_id, boot=boot))
+        await self._tell_others(lambda client: client.leave(node_id, boot=boot))
 
     async def wish(self, node_id: str, *, boot: str) -> Wish:
         """As `TrackerClient.wish`."""
@@ -145,9 +143,9 @@ class Trackers:
                 refusals.append(error)
                 continue
             except MeshnetError:
-                self._answered(url)  # with a no, but it did
+                self._answered(client)  # with a no, but it did
                 raise
-            self._answered(url)
+            self._answered(client)
             self._learn(client)
             return answer
         if len(refusals) == 1:
@@ -177,10 +175,11 @@ class Trackers:
         at = urls.index(self._current)
         return next((url for url in urls[at:] + urls[:at] if url not in asked), None)
 
-    def _answered(self, url: str) -> None:
-        if url != self._current:
-            logger.warning("the tracker at %s does not answer; asking the one at %s instead", self._current, url)
-            self._current = url
+    def _answered(self, client: TrackerClient) -> None:
+        self._clients.setdefault(client.url, client)  # what another call learned meanwhile may have left it out
+        if client.url != self._current:
+            logger.warning("the tracker at %s does not answer; asking the one at %s instead", self._current, client.url)
+            self._current = client.url
 
     def _learn(self, client: TrackerClient) -> None:
         """Know the trackers that this one named, and no longer those that were learned and that it does not name."""
@@ -196,10 +195,16 @@ class Trackers:
                 with suppress(InvalidInputError):  # one that this machine cannot speak with, such as without TLS
                     self._clients[url] = self._client(url)
 
-    async def _tell(self, client: TrackerClient, info: NodeInfo) -> None:
+    async def _tell_others(self, call: Callable[[TrackerClient], Awaitable[object]]) -> None:
+        """Tell all but the one that was told just now, where it says that they do not hear of it."""
+        if self._clients[self._current].told.registry == "unreachable":
+            others = [client for url, client in self._clients.items() if url != self._current]
+            await asyncio.gather(*(self._tell(client, call) for client in others))
+
+    async def _tell(self, client: TrackerClient, call: Callable[[TrackerClient], Awaitable[object]]) -> None:
         try:
             async with asyncio.timeout(self._patience_s):
-                await client.heartbeat(info)
+                await call(client)
         except (MeshnetError, TimeoutError) as error:
             logger.debug("the tracker at %s was not told: %s", client.url, error)
 
