@@ -48,7 +48,6 @@ def with_all_pages(settings: str, source: Path) -> str:
 def build(root: Path, work: Path) -> subprocess.CompletedProcess[str]:
     """Build the pages of ``root`` into ``work/site``; the exit code is 0 only without a warning."""
     lay_out(root, work / "docs-source")
-    shutil.copyfile(Path(__file__).with_name("style.css"), work / "docs-source" / "style.css")
     settings = (root / "mkdocs.yml").read_text(encoding="utf-8")
     (work / "mkdocs.yml").write_text(with_all_pages(settings, work / "docs-source"), encoding="utf-8")
     return subprocess.run(

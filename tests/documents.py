@@ -1,8 +1,7 @@
 """The commands that README and docs tell people to type.
 
 Fenced blocks of `sh` and `console` are read: comments are left out, lines that end in a backslash are put together, and
-of a `console` block the lines after `$ `. So are indented lines that begin with
-`$ `. All else shows what a program says.
+of a `console` block the lines after `$ `. Blocks of another language, and indented text, show what a program says.
 """
 
 from __future__ import annotations
@@ -64,8 +63,6 @@ def commands(page: Path) -> Iterator[Command]:
         for line in lines:
             if line and not line.startswith("#"):
                 yield Command(str(page.relative_to(ROOT)), line)
-    for indented in re.findall(r"^ {4,}\$ (.*)$", _FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE):
-        yield Command(str(page.relative_to(ROOT)), indented)
 
 
 def spans(page: Path) -> Iterator[Command]:

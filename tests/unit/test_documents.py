@@ -110,7 +110,6 @@ def test_a_link_to_nothing_is_an_error(tmp_path: Path) -> None:
     (root / "deploy").mkdir()
     for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile"):
         (root / name).write_text("# A page\n")
-    (root / "docs" / "api.md").write_text("# The API\n\n## Errors\n")  # the reference leads there
     (root / "mkdocs.yml").write_bytes((ROOT / "mkdocs.yml").read_bytes().split(b"nav:")[0])
     assert build(root, tmp_path / "sound").returncode == 0
     (root / "README.md").write_text("# A page\n\n[there](CONTRIBUTING.md#no-such-heading)\n")

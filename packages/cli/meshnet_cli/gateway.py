@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -31,6 +32,7 @@ class Api:
         identity: as which machine of a mesh its calls to nodes and trackers are made; None without certificates.
         keys: that it takes; None lets everybody in.
         traces: where spans of generations are sent; None leaves it to OpenTelemetry's environment variables.
+        dashboard: whether it serves one, where that is installed.
     """
 
     recovery: Replay = Replay.FAST
@@ -38,6 +40,7 @@ class Api:
     identity: trust.Identity | None = None
     keys: ApiKeys | None = None
     traces: str | None = None
+    dashboard: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ def gateway(
             show_default="what OTEL_EXPORTER_OTLP_ENDPOINT says, else none",
         ),
     ] = None,
+    dashboard: options.Dashboard = True,
 ) -> None:
     """Serve the OpenAI-style API of a mesh at /v1."""
     lifeline.hold_on()
@@ -96,7 +100,7 @@ def gateway(
     tls = serving.tls_files(tls_certificate, tls_key)
     front = Front(host, serving.listen(host, port), tls, announce)
     tracing.endpoint_of(traces, {})  # refused before anything begins
-    api = Api(recovery, step_deadline, identity, keys, traces)
+    api = Api(recovery, step_deadline, identity, keys, traces, dashboard)
     asyncio.run(_serve(options.tracker_urls(tracker), front, api, insecure=insecure))
 
 
@@ -109,7 +113,10 @@ async def _serve(given: Sequence[str], front: Front, api: Api, *, insecure: bool
         serving.serving_asgi(app, front.sock, front.tls),
         _found(front, api),
     ):
-        serving.say_ready(f"{serving.url_of(front.host, serving.port_of(front.sock), front.scheme)}/v1")
+        base = serving.url_of(front.host, serving.port_of(front.sock), front.scheme)
+        if api.dashboard:
+            logging.getLogger(__name__).info("dashboard: %s/dashboard", base)
+        serving.say_ready(f"{base}/v1")
         await stopped.wait()
 
 
@@ -161,4 +168,8 @@ async def api_of(trackers: Sequence[str], api: Api) -> AsyncIterator[FastAPI]:
         app = create_app(engine, TextStore(mesh, session), mesh, room=engine.room, keys=api.keys)
         if traced is not None:
             tracing.follow_callers(app)
+        if api.dashboard:
+            from meshnet_gateway.dashboard.mount import dashboard
+
+            await closing.enter_async_context(dashboard(app, api.keys, clock))
         yield app

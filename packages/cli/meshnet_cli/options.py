@@ -163,6 +163,14 @@ StepDeadline = Annotated[
     ),
 ]
 
+Dashboard = Annotated[
+    bool,
+    typer.Option(
+        "--dashboard/--no-dashboard",
+        help="Whether the gateway serves a dashboard at /dashboard, where it is installed.",
+    ),
+]
+
 
 def tracker_urls(given: Sequence[str] | None) -> tuple[str, ...]:
     """The addresses that ``--tracker`` was given, in their order, each once."""

@@ -54,6 +54,7 @@ def up(
     prefix_reuse: options.PrefixReuse = True,
     recovery: options.Recovery = Replay.FAST,
     step_deadline: options.StepDeadline = options.DEFAULT_STEP_DEADLINE_S,
+    dashboard: options.Dashboard = True,
 ) -> None:
     """Start a tracker, nodes and a gateway on this machine, and serve MODEL at /v1."""
     lifeline.hold_on()
@@ -62,7 +63,8 @@ def up(
     stop_on_signals()
     try:
         node_options = ("--dtype", dtype.value, "--device", device, *limits.arguments())
-        gateway_options = ("--recovery", recovery.value, "--step-deadline", f"{step_deadline:g}")
+        page = "--dashboard" if dashboard else "--no-dashboard"
+        gateway_options = ("--recovery", recovery.value, "--step-deadline", f"{step_deadline:g}", page)
         _up(model, nodes, split, port, node_options, threads, gateway_options)
     except StoppedError:
         say("stopped")

@@ -40,7 +40,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "layers_unavailable": Remedy(
         "no nodes that can share a route cover the layers named",
-        "`meshnet status` shows the gap, `meshnet doctor` whose files differ; start a node with those layers.",
+        "`meshnet status` shows the gap and the fingerprints; start a node with those layers, of the same files.",
     ),
     "tracker_unreachable": Remedy(
         "no tracker answers",

@@ -86,6 +86,7 @@ def create_app(
         },
     )
     app.state.door = Door(Jobs(engine, figures, releases), texts, mesh, figures)
+    app.state.doorkeeper = doorkeeper
     app.include_router(router)
     app.add_middleware(BodyLimit, max_body=max_body)
     app.add_middleware(KeyCheck, keys=keys, doorkeeper=doorkeeper)  # the outermost: before anything is read

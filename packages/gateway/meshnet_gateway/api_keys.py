@@ -21,6 +21,7 @@ from meshnet_gateway.messages_shape import error_for
 # They say that the process answers, and that some model can; without a key nothing more of the mesh.
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 SHORTEST_KEY = 16  # characters
+DASHBOARD = "/dashboard"  # asks for a key itself, since browsers send none with a page; till then it shows nothing
 _PREFIX = b"bearer "
 
 
@@ -83,7 +84,7 @@ class KeyCheck:
             key = given[len(_PREFIX) :].strip() if given[: len(_PREFIX)].lower() == _PREFIX else b""
             key = key or headers.get(b"x-api-key", b"")  # where Anthropic's clients put it
             key_id = self._keys.identify(key)
-            stranger = not key and scope["path"] in OPEN_PATHS
+            stranger = not key and _is_open(scope["path"])
             if key_id is None and not stranger:
                 self._doorkeeper.turn_away("wrong_key" if key else "no_key", address)
                 await self._refuse(key, scope["path"])(scope, receive, send)
@@ -104,3 +105,7 @@ class KeyCheck:
         message = f"{said}; send one of its keys in the header Authorization: Bearer KEY"
         body = error_for(path, 401, error_object(401, message, code="invalid_api_key"))
         return JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path == DASHBOARD or path.startswith(f"{DASHBOARD}/")

@@ -213,6 +213,7 @@ class Jobs:
                 for request in job.requests:
                     generation = await leases.enter_async_context(self._releases.lease(self._engine.start(request)))
                     runs.append(_Run(job, request, generation, self._figures, self._releases, began))
+                    leases.enter_context(self._figures.live.watched(generation, job.model.name))
                 yield runs
         except (asyncio.CancelledError, GeneratorExit):
             # Many clients leave with the last event, while the sessions are still being given back.

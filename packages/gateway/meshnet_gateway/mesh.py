@@ -262,4 +262,4 @@ def degradations(trackers: Sequence[TrackerHealth], snapshot_age_s: float) -> li
     return said
 
 
-_TOLD = ("boot", "queued", "sessions", "state_bytes", "budget_bytes", "dropped", "running", "recent")
+_TOLD = ("boot", "queued", "sessions", "state_bytes", "budget_bytes", "dropped", "misses", "running", "recent")

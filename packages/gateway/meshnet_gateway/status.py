@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from meshnet_core import __version__
 from meshnet_core.build_info import build_info
+from meshnet_gateway.live_generations import LiveGenerations
 from meshnet_gateway.ports import WaitingFigures
 
 _SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
@@ -29,6 +30,7 @@ class GatewayFigures:
         self, registry: CollectorRegistry, active: Callable[[], int], room: WaitingFigures | None = None
     ) -> None:
         self.registry = registry
+        self.live = LiveGenerations()
         self._active = active
         self._room = room
         self._began = time.monotonic()
@@ -83,6 +85,8 @@ class GatewayFigures:
             "version": __version__,
             "uptime_s": round(time.monotonic() - self._began, 1),
             "active_generations": self._active(),
+            "running": self.live.to_json(),
+            "answer_tokens": self.live.tokens,
             "requests": dict(sorted(self._outcomes.items())),
             **({} if self._room is None else {"waiting_for_room": self._room.waiting}),
         }
