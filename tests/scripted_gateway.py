@@ -26,6 +26,7 @@ class ScriptedGateway:
         requests: what was asked.
         models: what is served.
         status: of the mesh.
+        key: that is to be brought; None lets everybody in.
         hung_up: set when a client leaves an answer that hangs.
     """
 
@@ -33,15 +34,24 @@ class ScriptedGateway:
     models: list[str] = field(default_factory=lambda: ["tiny"])
     status: dict[str, Any] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
+    key: str | None = None
     url: str = ""
     hung_up: threading.Event = field(default_factory=threading.Event)
 
     def app(self) -> web.Application:
-        app = web.Application()
+        app = web.Application(middlewares=[self._let_in])
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/meshnet/status", self._status)
         app.router.add_post("/v1/chat/completions", self._chat)
         return app
+
+    @web.middleware
+    async def _let_in(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            told = "this API key is not taken here; send one of its keys in the header Authorization: Bearer KEY"
+            return web.json_response({"error": {"message": told, "code": "invalid_api_key"}}, status=401)
+        response: web.StreamResponse = await handler(request)
+        return response
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})

@@ -137,6 +137,9 @@ class Gateway:
             raise CommandFailedError(
                 f"what answers at {self.url} is no meshnet gateway (status {response.status}); check --url"
             )
+        if response.status == 401:
+            told = error_text(document, response.status).partition(";")[0]
+            raise CommandFailedError(f"{told}; bring one of its keys with --api-key KEY, or in {access.VARIABLE}")
         if response.status != 200:
             raise CommandFailedError(error_text(document, response.status))
         return document

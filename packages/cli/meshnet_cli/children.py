@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from meshnet_cli.complaint import CommandFailedError
+from meshnet_cli.complaint import MORE_MEMORY, CommandFailedError
 from meshnet_cli.lifeline import GRACE_S, Lifeline
 
 POLL_S = 0.05
@@ -122,6 +122,8 @@ class Children:
                     self._on_line(child, line)
             if code is not None:
                 how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                if code == -signal.SIGKILL:  # the kernel's own way of saying that memory ran out
+                    how += f", as happens where memory runs out ({MORE_MEMORY.rstrip('.')})"
                 raise CommandFailedError(
                     f"{child.name} {how}; all else is stopped. Its last lines ({child.log}):\n{child.last_lines()}"
                 )

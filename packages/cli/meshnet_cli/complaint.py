@@ -24,6 +24,9 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _INPUT_ERRORS = (InvalidInputError, RequestRefusedError, ModelNotFoundError, UnsupportedModelError)
 
 
+MORE_MEMORY = "Hold fewer layers here (--layers), or in 16 bits (--dtype bfloat16), or free memory."
+
+
 class CommandFailedError(MeshnetError):
     """A command could not do its work on this machine. Said to the person who typed it; never travels."""
 
@@ -51,9 +54,23 @@ def run(command: Any, arguments: list[str] | None = None) -> int:
     except Exception as error:
         if debugging():
             raise
-        say(f"unexpected {type(error).__name__}: {error}\nThis is a bug; MESHNET_DEBUG=1 shows where it happened.")
+        say(_unexpected(error))
         return FAILURE
     return code if isinstance(code, int) else 0
+
+
+def _unexpected(error: Exception) -> str:
+    if is_out_of_memory(error):
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"memory ran out ({reason[:200]})\n{MORE_MEMORY}"
+    return f"unexpected {type(error).__name__}: {error}\nThis is a bug; MESHNET_DEBUG=1 shows where it happened."
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory could not be had: Python's error, torch's of a GPU, or that of its allocator for the CPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def exit_code(error: MeshnetError) -> int:

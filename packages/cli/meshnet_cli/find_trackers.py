@@ -17,6 +17,8 @@ from meshnet_core.errors import InvalidInputError, TrackerUnreachableError
 if TYPE_CHECKING:
     from meshnet_core.membership import Snapshot
 
+NO_NODES = "no node has registered; start one with `meshnet node MODEL --layers FIRST-LAST`"
+
 logger = logging.getLogger(__name__)
 
 

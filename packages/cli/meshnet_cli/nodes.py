@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from meshnet_cli import options
+from meshnet_cli.find_trackers import NO_NODES
 from meshnet_cli.mesh_source import Source
 from meshnet_cli.status import megabytes
 
@@ -34,7 +35,7 @@ def nodes(
         print(json.dumps(found, indent=2))
         return
     if not found:
-        print("no node has registered; start one with `meshnet node MODEL --layers FIRST-LAST`")
+        print(NO_NODES)
         return
     from rich.console import Console
     from rich.table import Table

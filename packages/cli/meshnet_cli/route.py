@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshnet_cli import find_trackers, options, trust
+from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.demand import USUAL_POSITIONS, Demand
+from meshnet_core.errors import LayersUnavailableError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +47,14 @@ def route(
 
     identity = trust.identity_for(options.LOOPBACK, mesh, insecure=insecure, command="route")
     snapshot = asyncio.run(find_trackers.snapshot_of(options.tracker_urls(tracker), identity, insecure=insecure))
-    told = explain_route(snapshot, model, frozenset(without or ()), demand=Demand(prompt, answer))
+    if not snapshot.nodes:
+        raise CommandFailedError(find_trackers.NO_NODES)
+    try:
+        told = explain_route(snapshot, model, frozenset(without or ()), demand=Demand(prompt, answer))
+    except LayersUnavailableError as error:
+        raise CommandFailedError(
+            f"{error.message}; start one that holds them: `meshnet node MODEL --layers FIRST-LAST`, or --layers auto"
+        ) from error
     if as_json:
         document = told.to_json()
         wanted = document if explain else {key: document[key] for key in ("model", "fingerprint", "route", "hops")}

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from meshnet_cli import options
+from meshnet_cli.find_trackers import NO_NODES
 from meshnet_cli.mesh_source import Source
 
 
@@ -39,7 +40,7 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
     """
     nodes = document["nodes"]
     if not nodes:
-        yield "no node has registered; start one with `meshnet node MODEL --layers FIRST-LAST`"
+        yield NO_NODES
     for model in document["models"]:
         yield from _model(model, nodes)
     if nodes:
