@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import stat
+import threading
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +37,7 @@ from meshnet_tracker.directory import Directory
 from meshnet_tracker.enrollment import Enrollment, tickets_of
 from meshnet_tracker.server import create_app
 from meshnet_tracker.tickets import Tickets
+from web_on_socket import serving
 
 PIN = "ab" * 32
 
@@ -118,11 +123,37 @@ def test_a_token_of_another_mesh_or_changed_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "spent.json").exists()
 
 
-def test_while_it_is_not_known_who_used_tickets_none_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "found", ["{half", "[1]", '{"n": 1}', '{"n": {"end": "x", "owners": []}}', '{"n": {"end": 1}}']
+)
+def test_while_it_is_not_known_who_used_tickets_none_is_taken(tmp_path: Path, found: str) -> None:
     tickets = Tickets(b"secret", tmp_path / "spent.json", Wall())
-    (tmp_path / "spent.json").write_text("{half")
+    (tmp_path / "spent.json").write_text(found)
     with pytest.raises(TicketRefusedError, match="cannot be read"):
         tickets.take(tickets.issue(60, uses=1), "a")
+
+
+def test_several_trackers_of_one_machine_take_no_use_twice(tmp_path: Path) -> None:
+    token = Tickets(b"secret", tmp_path / "spent.json", Wall()).issue(60, uses=3)
+    ready = threading.Barrier(8)
+
+    class SlowTickets(Tickets):
+        def _write(self, spent: object) -> None:
+            time.sleep(0.01)  # what another tracker may read meanwhile is out of date
+            super()._write(spent)
+
+    def take(owner: str) -> bool:
+        tickets = SlowTickets(b"secret", tmp_path / "spent.json", Wall())
+        ready.wait(30)
+        try:
+            tickets.take(token, owner)
+        except TicketRefusedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(take, "abcdefgh"))
+    assert sum(taken) == 3
 
 
 @pytest.mark.parametrize(("valid_s", "uses"), [(0, 1), (-1, 1), (float("inf"), 1), (60, 0), (60, 10_000)])
@@ -306,3 +337,11 @@ async def test_without_a_ticket_only_the_machines_own_key_is_certified(mesh: Mes
         with pytest.raises(InvalidInputError, match="no certificate request"):
             await client.enroll(b"nonsense")
         await client.close()
+
+
+async def test_what_is_no_request_for_a_certificate_is_told(mesh: MeshFolder) -> None:
+    app = create_app(Directory(SystemClock()), enrollment=Enrollment.of(mesh))
+    async with serving(app) as url, aiohttp.ClientSession() as http:
+        for asked in ('"\\ud800"', '"-----BEGIN"', "1", "null"):
+            async with http.post(f"{url}/v1/enroll", data=f'{{"request": {asked}}}') as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (400, "invalid_input"), asked

@@ -227,6 +227,16 @@ def test_a_promise_outlives_a_heartbeat_and_a_plan_is_made_once_for_all(
     assert len(made) == 2  # newcomers, and then those who hold what they were told
 
 
+def test_models_that_are_gone_are_forgotten(mesh: Mesh) -> None:
+    for number in range(3):
+        mesh.announce(f"n{number}", layers=30, facts=replace(FACTS, model=f"m{number}", fingerprint=f"f{number}"))
+        mesh.ask(f"n{number}")
+        mesh.wait(SETTLE_S)
+        assert mesh.wish(f"n{number}") == "0-29"
+        assert list(mesh.desk._last) == list(mesh.desk._told_at) == [f"f{number}"]
+        mesh.directory.leave(f"n{number}")
+
+
 def test_the_wire_form_of_a_placeable_node_and_of_a_wish() -> None:
     info = node("a", placement=Placeable(5, "bfloat16", FACTS, LayerRange(3, 9)))
     assert NodeInfo.from_wire(info.to_wire()) == info

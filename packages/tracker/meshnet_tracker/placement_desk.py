@@ -84,7 +84,7 @@ class PlacementDesk:
         return Wish(layers or place.target, _may_release(node, snapshot, place))
 
     def _look_round(self, snapshot: Snapshot, now: float) -> None:
-        """Drop the promises that are kept, broken or over, and note who is new."""
+        """Drop the promises that are kept, broken or over, and models that nobody asks for; note who is new."""
         places = {node.node_id: (node.boot, node.placement.target) for node in snapshot.nodes if node.placement}
         for node_id, promise in list(self._promises.items()):
             boot, target = places.get(node_id, (None, None))
@@ -96,6 +96,10 @@ class PlacementDesk:
             if node.placement is not None and node.placement.target is None and node.node_id not in self._promises
         }
         self._waiting = {boot: self._waiting.get(boot, now) for boot in new}
+        there = {node.placement.facts.fingerprint for node in snapshot.nodes if node.placement}
+        for of_model in (self._moved_at, self._told_at, self._last):
+            for fingerprint in of_model.keys() - there:
+                del of_model[fingerprint]
 
     def _have_settled(self, now: float) -> bool:
         since = self._waiting.values()

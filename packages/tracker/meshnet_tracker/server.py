@@ -206,7 +206,7 @@ def _enrollment_routes(enrollment: Enrollment | None) -> list[web.RouteDef]:
         document = await _json(request)
         token = text(document, "token") if document.get("token") is not None else None
         asked = document.get("request")
-        if not isinstance(asked, str):
+        if not isinstance(asked, str) or not asked.isascii():
             raise InvalidInputError("request must be a certificate request in PEM")
         certificate = there().certify(asked, token, owner_of_request(request))
         return web.json_response({"certificate": certificate.decode()})

@@ -1,18 +1,20 @@
 """Tokens of join tickets: made where the authority's key is, taken by a tracker that has it too.
 
 A token is signed, not stored: `<end>.<uses>.<nonce>.<mac>`. What is stored is who used it, in one small file, so that a
-restart forgets no use. Knows no certificate and no HTTP.
+restart forgets no use; the trackers of one machine share it, one at a time. Knows no certificate and no HTTP.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import json
 import os
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,8 @@ class Tickets:
         get lost on its way.
 
         Raises:
-            TicketRefusedError: it is not of this mesh, has ended, or was used often enough.
+            TicketRefusedError: it is not of this mesh, has ended, or was used often enough; or it cannot be known how
+                often it was.
         """
         told, _, mac = token.rpartition(".")
         if not hmac.compare_digest(mac.encode(), self._mac(told).encode()):
@@ -64,14 +67,22 @@ class Tickets:
         now = self._wall()
         if now >= int(end):
             raise TicketRefusedError(f"this ticket ended {now - int(end):.0f} s ago; {_ADVICE}")
-        spent = {key: entry for key, entry in self._read().items() if entry["end"] > now}
-        owners = spent.setdefault(nonce, {"end": int(end), "owners": []})["owners"]
-        if owner in owners:
-            return
-        if len(owners) >= int(uses):
-            raise TicketRefusedError(f"this ticket was for {uses} machines, and as many have used it; {_ADVICE}")
-        owners.append(owner)
-        self._write(spent)
+        with self._alone():
+            spent = {key: entry for key, entry in self._read().items() if entry["end"] > now}
+            owners = spent.setdefault(nonce, {"end": int(end), "owners": []})["owners"]
+            if owner in owners:
+                return
+            if len(owners) >= int(uses):
+                raise TicketRefusedError(f"this ticket was for {uses} machines, and as many have used it; {_ADVICE}")
+            owners.append(owner)
+            self._write(spent)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While the block runs, no other tracker of this machine takes a token."""
+        with self._spent.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # let go of when the file is closed
+            yield
 
     def _mac(self, told: str) -> str:
         return hmac.new(self._secret, told.encode(), hashlib.sha256).hexdigest()[:32]
@@ -79,15 +90,16 @@ class Tickets:
     def _read(self) -> dict[str, dict[str, Any]]:
         """By nonce: its end, and who used it."""
         try:
-            spent: dict[str, dict[str, Any]] = json.loads(self._spent.read_text("utf-8"))
+            listed = json.loads(self._spent.read_text("utf-8"))
+            return {nonce: {"end": float(one["end"]), "owners": list(one["owners"])} for nonce, one in listed.items()}
         except FileNotFoundError:
             return {}
-        except ValueError as error:  # as if no ticket had ever been used would let others in
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            # To go on as if no ticket had ever been used would let others in.
             raise TicketRefusedError(
                 f"{self._spent} on the tracker's machine cannot be read, so nobody is let in: {error}; delete it and "
                 "have new tickets made"
             ) from error
-        return spent
 
     def _write(self, spent: object) -> None:
         handle, name = tempfile.mkstemp(dir=self._spent.parent, prefix=f".{self._spent.name}.")
