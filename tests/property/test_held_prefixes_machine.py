@@ -14,7 +14,7 @@ from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.prefix import Mark, marks_of
-from meshnet_node.cache_store import CacheStore, SessionKey, StoreLimits
+from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey, StoreLimits
 from meshnet_node.held_prefixes import HeldPrefix, PrefixKind
 
 LIMITS = StoreLimits(budget_bytes=100, max_sessions=50, ttl_s=60.0, running_s=10.0, max_prefixes=5, prefix_ttl_s=300.0)
@@ -96,6 +96,9 @@ class PrefixMachine(RuleBasedStateMachine):
                 held.nbytes = max(held.nbytes, int(share * needs))
         except (CacheMissError, CacheFullError):
             pass
+        except RoomAwaitedError:
+            assert self.leased  # frames that copy from prefixes are waited for, before a session goes
+            assert set(self.store) == before.sessions
         self._prefixes_went_first(before)
 
     @rule(session=sessions)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
+from meshnet_core.layer_range import LayerRange
 from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey, StoreLimits
+from meshnet_node.held_prefixes import PrefixKind
 
 LIMITS = StoreLimits(budget_bytes=100, max_sessions=4, ttl_s=60.0, running_s=10.0)
 
@@ -456,6 +458,20 @@ def test_what_has_left_and_is_still_run_on_is_waited_for_before_anybody_else_goe
         assert names(store) == {"a", "b"}
     grow(store, "a", 60)
     assert names(store) == {"a", "b"}
+
+
+def test_a_prefix_that_is_copied_from_is_waited_for_before_a_session_goes(clock: ManualClock) -> None:
+    store: CacheStore[Held] = CacheStore(replace(LIMITS, max_prefixes=2), clock)
+    kind = PrefixKind("mine", "f", LayerRange(0, 2), ((-1, "float32"),))
+    admit(store, "a", 40)
+    admit(store, "b", 30)
+    assert store.keep(kind, {"mark": 5}, Held(30))
+    with store.prefixes.lease(kind, "mark"):
+        with pytest.raises(RoomAwaitedError), store.lease(key("a"), 0, needs=60):
+            pass
+        assert names(store) == {"a", "b"}
+    grow(store, "a", 60)
+    assert (names(store), len(store.prefixes)) == ({"a", "b"}, 0)
 
 
 def test_who_outgrows_the_node_is_told_so_and_its_state_is_dropped(store: CacheStore[Held]) -> None:

@@ -17,113 +17,25 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 from meshnet_core.clock import Clock
 from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
 from meshnet_node.held_prefixes import HeldPrefixes, PrefixKind, Sized
+from meshnet_node.store_room import (
+    Entry,
+    H,
+    Held,
+    RoomAwaitedError,
+    SessionKey,
+    StoreLimits,
+    Wanted,
+    idle_victims,
+    youngest_to_yield,
+)
 from meshnet_node.tombstones import EVERY_EPOCH, Tombstones
 
-
-class Held(Protocol):
-    """What the store holds for a session."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in use now, state and buffered frames together."""
-        ...
-
-    def cancel(self) -> None:
-        """Told once when the entry leaves the store; work under way should stop soon."""
-        ...
-
-
-class RoomAwaitedError(Exception):
-    """A session cannot grow before frames of others have ended: of those that have left, or will give way to it."""
-
-
-H = TypeVar("H", bound=Held)
-STATELESS_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class SessionKey:
-    """One hop of one session; a node that serves two hops of a route holds two entries."""
-
-    session: str
-    hop_index: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """Bounds of a store.
-
-    Attributes:
-        budget_bytes: for all entries that keep state together.
-        stateless_bytes: for all that keep none together; a single one may take more.
-        max_sessions: entries at once.
-        ttl_s: an entry unused for longer is dropped.
-        running_s: an entry used within this time is running, and no newcomer takes its room; more for one whose
-            steps may take longer.
-        max_tombstones: how many departed sessions are remembered.
-        max_prefixes: how many prefixes may be held on of sessions that are over; 0 holds none.
-        prefix_ttl_s: one unused for longer is dropped.
-    """
-
-    budget_bytes: int
-    stateless_bytes: int = STATELESS_BYTES
-    max_sessions: int = 256
-    ttl_s: float = 600.0
-    running_s: float = 30.0
-    max_tombstones: int = 4096
-    max_prefixes: int = 0
-    prefix_ttl_s: float = 3600.0
-
-
-@dataclass(slots=True, eq=False)  # two entries are never the same for looking alike
-class _Entry(Generic[H]):
-    session: str
-    held: H
-    epoch: int
-    reserved: int
-    # Counts up: the higher, the younger. A new epoch counts anew, and opens on all hops of its route at once, so that
-    # they agree on who is younger; else two sessions could evict each other, each on another node.
-    admission: int
-    used_at: float
-    running_s: float
-    stateless: bool = False
-    leases: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Room taken: what was set aside for it, or what it has grown to."""
-        return max(self.reserved, self.held.nbytes)
-
-    def is_running(self, now: float) -> bool:
-        """Whether a frame runs on it, here or at another hop of its route."""
-        return self.leases > 0 or now < self.used_at + self.running_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Room that is asked for beside what others of the same kind take, and how many sessions there would be.
-
-    Without state the others are other sessions: at two hops of one route a session does not stand in its own way.
-    """
-
-    stateless: bool
-    others: int
-    needed: int
-    count: int
-
-    def fits(self, limits: StoreLimits) -> bool:
-        most = limits.stateless_bytes if self.stateless else limits.budget_bytes
-        alone = self.stateless and not self.others  # the last resort, where nothing else is held for it
-        return self.count <= limits.max_sessions and (alone or self.others + self.needed <= most)
-
-    def without(self, nbytes: int) -> _Wanted:
-        return replace(self, others=self.others - nbytes, count=self.count - 1)
+__all__ = ["CacheStore", "Held", "RoomAwaitedError", "SessionKey", "StoreLimits"]
 
 
 class CacheStore(Generic[H]):
@@ -132,8 +44,8 @@ class CacheStore(Generic[H]):
     def __init__(self, limits: StoreLimits, clock: Clock) -> None:
         self.limits = limits
         self._clock = clock
-        self._entries: OrderedDict[SessionKey, _Entry[H]] = OrderedDict()  # least recently used first
-        self._condemned: list[_Entry[H]] = []  # dropped while leased: their bytes count until the lease ends
+        self._entries: OrderedDict[SessionKey, Entry[H]] = OrderedDict()  # least recently used first
+        self._condemned: list[Entry[H]] = []  # dropped while leased: their bytes count until the lease ends
         self._tombstones = Tombstones(limits.max_tombstones)
         self._admissions = itertools.count()
         self.prefixes: HeldPrefixes[Any] = HeldPrefixes(clock, most=limits.max_prefixes, ttl_s=limits.prefix_ttl_s)
@@ -188,8 +100,8 @@ class CacheStore(Generic[H]):
         freed = sum(entry.nbytes for entry in going if not entry.leases)  # what a frame runs on stays a while
         others = self.taken(stateless=True, but=key.session) if stateless else self.taken(stateless=False) - freed
         yielding = 0 if stateless else self.prefixes.idle_nbytes
-        wanted = _Wanted(stateless, others - yielding, reserve, len(self) - len(past) + 1)
-        victims = self._idle_victims(wanted, set(own))
+        wanted = Wanted(stateless, others - yielding, reserve, len(self) - len(past) + 1)
+        victims = idle_victims(self._entries, wanted, self.limits, self._clock.now(), set(own))
         if victims is None:
             raise CacheFullError(
                 self._why_full(stateless, reserve), never=self._never_fits(key, epoch, stateless, reserve)
@@ -202,9 +114,7 @@ class CacheStore(Generic[H]):
             self.drop(name, MissReason.EPOCH_STALE)
         self._tombstones.open(key.session, key.hop_index)
         running_s, now = max(self.limits.running_s, step_s), self._clock.now()
-        self._entries[key] = _Entry(
-            key.session, held, epoch, reserve, next(self._admissions), now, running_s, stateless
-        )
+        self._entries[key] = Entry(key.session, held, epoch, reserve, next(self._admissions), now, running_s, stateless)
 
     def find(self, key: SessionKey) -> tuple[H, int] | None:
         """The entry and its epoch, without touching its place in the order; None if there is none."""
@@ -334,29 +244,12 @@ class CacheStore(Generic[H]):
                     f"session {key.session} is at epoch {entry.epoch} already", reason=MissReason.EPOCH_STALE
                 )
 
-    def _of_session(self, session: str) -> dict[SessionKey, _Entry[H]]:
+    def _of_session(self, session: str) -> dict[SessionKey, Entry[H]]:
         """What it has here, at all of its hops."""
         return {key: entry for key, entry in self._entries.items() if key.session == session}
 
-    def _idle_victims(self, wanted: _Wanted, spared: set[SessionKey]) -> list[SessionKey] | None:
-        """Idle entries to drop, oldest use first, so that totals fit the limits; None if even all are too few."""
-        now = self._clock.now()
-        victims: list[SessionKey] = []
-        for key, entry in self._entries.items():
-            if wanted.fits(self.limits):
-                break
-            gives_bytes = entry.stateless is wanted.stateless
-            if key in spared or entry.is_running(now) or not (gives_bytes or wanted.count > self.limits.max_sessions):
-                continue
-            victims.append(key)
-            wanted = wanted.without(entry.nbytes if gives_bytes else 0)
-        return victims if wanted.fits(self.limits) else None
-
     def _make_room_to_grow(self, key: SessionKey, needs: int) -> None:
-        """Prefixes give way first, then idle entries, then the youngest that no frame runs on, the grower included.
-
-        Were the grower spared, two sessions could evict each other in turn, and neither would get on.
-        """
+        """Prefixes give way first, then entries as `store_room` says; prefixes that are copied from are waited for."""
         entry = self._entries[key]
         stateless, needed = entry.stateless, max(entry.nbytes, needs)
         if needed > self.limits.budget_bytes and not stateless:
@@ -372,19 +265,14 @@ class CacheStore(Generic[H]):
             others = (
                 self.taken(stateless=True, but=key.session) if stateless else self.taken(stateless=False) - entry.nbytes
             )
-            wanted = _Wanted(stateless, others, needed, len(self))
+            wanted = Wanted(stateless, others, needed, len(self))
             if wanted.fits(self.limits):
                 break
-            victims = self._idle_victims(wanted, {key})
+            victims = idle_victims(self._entries, wanted, self.limits, self._clock.now(), {key})
             if victims is None:
-                alike = {name: other for name, other in self._entries.items() if other.stateless is stateless}
-                free = [name for name, other in alike.items() if other is entry or not other.leases]
-                youngest = max(free, key=lambda name: self._entries[name].admission)
-                younger_run = any(other.leases and other.admission > entry.admission for other in alike.values())
                 leaving = any(other.stateless is stateless for other in self._condemned)
-                if leaving or (youngest == key and younger_run):
-                    raise RoomAwaitedError
-                victims = [youngest]
+                copied_from = not stateless and self.prefixes.idle_nbytes < self.prefixes.nbytes
+                victims = [youngest_to_yield(self._entries, key, awaited=leaving or copied_from)]
                 self.preempted += 1
             for victim in victims:
                 self.drop(victim, MissReason.EVICTED)
@@ -398,7 +286,7 @@ class CacheStore(Generic[H]):
         """Whether there would be no room if nothing but the session's other hops at this node were held."""
         own = [entry for name, entry in self._of_session(key.session).items() if name != key and entry.epoch == epoch]
         others = sum(entry.nbytes for entry in own)
-        alone = _Wanted(stateless, 0 if stateless else others, reserve, len(own) + 1)
+        alone = Wanted(stateless, 0 if stateless else others, reserve, len(own) + 1)
         return not alone.fits(self.limits)
 
     def _why_full(self, stateless: bool, reserve: int) -> str:
@@ -418,6 +306,6 @@ class CacheStore(Generic[H]):
             return MissReason.UNKNOWN_SESSION  # older epochs were here, this one never was
         return reason if epoch == last or reason is MissReason.RELEASED else MissReason.EPOCH_STALE
 
-    def _touch(self, key: SessionKey, entry: _Entry[H]) -> None:
+    def _touch(self, key: SessionKey, entry: Entry[H]) -> None:
         entry.used_at = self._clock.now()
         self._entries.move_to_end(key)
