@@ -1,4 +1,4 @@
-"""The runs of frames at a hop: taken in once and in order, run on the own layers, handed on to the next hop.
+"""The runs of frames at a hop: taken in once and in order, run on the own layers, then delivered (`frame_delivery`).
 
 A frame that fails after it began takes its session's state with it; a frame that comes again joins the run it belongs
 to. Knows no opens and no HTTP; which session a frame belongs to, and whether it fits its terms, is settled before.
@@ -30,6 +30,7 @@ from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.transport import HopTransport
 from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey
 from meshnet_node.forward_lane import ForwardLane, LaneTiming
+from meshnet_node.frame_delivery import FrameDelivery
 from meshnet_node.hop_session import FrameKey, HopSession, Outcome, Run
 from meshnet_node.model_backend import ForwardCancelledError, ShardResult, ShardWork
 from meshnet_node.prefix_use import PrefixUse, copy_of
@@ -40,9 +41,6 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_FRAMES = 4  # of one session at one hop; the sender waits beyond that
 EARLY_HOLD_S = 10.0  # how long a frame waits for the one before it
 RUN_DEADLINES = 2  # a frame may run for this many of its steps' deadlines: one that was busy is asked for once more
-DOWNSTREAM_MARGIN = 0.95  # of what is left of the deadline goes to the next hop, so that the hop that hung is blamed
-
-_DELIVERED_AGAIN = (HopUnreachableError, DeadlineError, BadFrameError)  # the next hop may not have had it, or not whole
 
 
 class SampleFunction(Protocol):
@@ -98,11 +96,11 @@ class FrameRuns:
         self._store = store
         self._prefixes = prefixes
         self._lane = lane
-        self._transport = transport
         self._sample = sample
         self._clock = clock
-        self._is_draining = is_draining
-        self._links = links
+        self._delivery = FrameDelivery(
+            transport=transport, clock=clock, is_draining=is_draining, links=links, keep=self._keep
+        )
         self._background: set[asyncio.Task[Any]] = set()
         self._lane_left = asyncio.Event()  # set and replaced whenever a frame has left the lane, and its lease ended
 
@@ -119,7 +117,7 @@ class FrameRuns:
         if frame_key not in session.runs:
             await self._await_turn(key, session, frame, frame_key, deadline)
         if (known := session.runs.get(frame_key)) is not None:  # a retry, or a twin that came while this one waited
-            self._revive(session, known, deadline)
+            self._delivery.again(session, known, deadline)
             return known
         session.accepted = frame.position + frame.seq_len
         session.received_bytes += len(frame.body)
@@ -179,8 +177,8 @@ class FrameRuns:
         try:
             if is_acknowledged(frame, session):  # nobody would send it again: once more if the connection breaks
                 with suppress(HopUnreachableError, BadFrameError):
-                    return await self._deliver(session, run, outcome, arrived, max(deadline, run.deadline))
-            return await self._deliver(session, run, outcome, arrived, max(deadline, run.deadline))
+                    return await self._delivery.deliver(session, run, outcome, arrived, max(deadline, run.deadline))
+            return await self._delivery.deliver(session, run, outcome, arrived, max(deadline, run.deadline))
         except BaseException:
             if session.state is None:  # what would be delivered again is not kept; a retry runs anew
                 session.runs.pop(frame_key, None)
@@ -266,67 +264,6 @@ class FrameRuns:
         token = self._sample(logits[-1], params, session.history, prompt_length, position, allowed)
         session.history.append(token.id)
         return token
-
-    async def _deliver(
-        self, session: HopSession, run: Run, outcome: Outcome, arrived: float, deadline: float
-    ) -> FrameReply:
-        """The reply: the own tokens at the tail, else what the next hop answers to the hidden states."""
-        frame, timing = run.frame, outcome.timing
-        position = frame.position + frame.seq_len
-        next_hop = session.document.next_hop
-        if next_hop is None or outcome.hidden is None:
-            timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived))
-            return FrameReply(position, outcome.tokens, (timing,), self.if_draining(frame))
-        for earlier in session.undelivered_before(run):  # acknowledged to the hop before, which will not send it again
-            self._revive(session, earlier, deadline)
-            await asyncio.wait([earlier.task])
-            earlier.task.result()
-        used_s = self._clock.now() - arrived
-        left_ms = int(1000 * (deadline - self._clock.now()) * DOWNSTREAM_MARGIN)
-        if left_ms < 1:
-            raise DeadlineError(f"no time was left to hand position {frame.position} to the next hop")
-        onward = replace(
-            frame,
-            hop_index=frame.hop_index + 1,
-            start_layer=next_hop.layers.start,
-            deadline_ms=left_ms,
-            body=outcome.hidden,
-        )
-        sent_at = self._clock.now()
-        try:
-            reply = await self._transport.forward(next_hop.url, onward)
-        except DeadlineError as error:
-            if 1000 * used_s <= left_ms:
-                raise
-            raise DeadlineError(  # no other hop is named, so it is this one
-                f"the frame at position {frame.position} took {used_s:.1f} s here, which left {left_ms / 1000:.1f} s "
-                f"for the hops after this one ({error.message})"
-            ) from error
-        except MeshnetError as error:
-            if not isinstance(error, _DELIVERED_AGAIN):
-                run.undelivered = None
-            raise
-        run.undelivered = None
-        if reply.timings:
-            elapsed_ms = 1000 * (self._clock.now() - sent_at)
-            self._links.took(next_hop.node_id, elapsed_ms, reply.timings[0].total_ms, len(outcome.hidden))
-        timing = replace(timing, total_ms=1000 * (self._clock.now() - arrived), sent_bytes=len(outcome.hidden))
-        draining = (*self.if_draining(frame), *reply.draining)
-        return FrameReply(position, reply.tokens, (timing, *reply.timings), draining)
-
-    def if_draining(self, frame: Frame) -> tuple[int, ...]:
-        """What a reply says of this hop where its node is about to leave."""
-        return (frame.hop_index,) if self._is_draining() else ()
-
-    def _revive(self, session: HopSession, run: Run, deadline: float) -> None:
-        """Of a frame whose own part went well but whose delivery failed, only the delivery runs again."""
-        run.deadline = max(run.deadline, deadline)
-        if not run.task.done() or run.undelivered is None or run.task.cancelled():
-            return
-        if isinstance(run.task.exception(), _DELIVERED_AGAIN):
-            delivery = self._deliver(session, run, run.undelivered, self._clock.now(), deadline)
-            run.task = asyncio.create_task(delivery)
-            self._keep(session, run.task)
 
     async def outcome_of(self, run: Run, key: SessionKey, frame: Frame, arrived: float) -> FrameReply:
         """Wait for a run without owning it: a caller that leaves, or whose time is up, does not take the run along.

@@ -33,7 +33,8 @@ from meshnet_core.transport import HopTransport
 from meshnet_node.cache_store import CacheStore, SessionKey
 from meshnet_node.constraint import Constraint, GrammarCompiler
 from meshnet_node.forward_lane import ForwardLane
-from meshnet_node.frame_runs import DOWNSTREAM_MARGIN, FrameRuns, SampleFunction, is_acknowledged
+from meshnet_node.frame_delivery import DOWNSTREAM_MARGIN
+from meshnet_node.frame_runs import FrameRuns, SampleFunction, is_acknowledged
 from meshnet_node.hop_session import HopSession, check_token_ids
 from meshnet_node.marked_errors import MarkedErrors
 from meshnet_node.prefix_use import PrefixUse
@@ -123,7 +124,8 @@ class HopService:
                 if is_acknowledged(frame, session):
                     queued = HopTiming(frame.hop_index, total_ms=1000 * (self._clock.now() - arrived))
                     position = frame.position + frame.seq_len
-                    return FrameReply(position, timings=(queued,), draining=self._runs.if_draining(frame))
+                    draining = (frame.hop_index,) if self.draining else ()
+                    return FrameReply(position, timings=(queued,), draining=draining)
                 return await self._runs.outcome_of(run, key, frame, arrived)
             except HopError as error:
                 if error.hop_index is None:

@@ -13,7 +13,7 @@ from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheMissError, DeadlineError, HopFailedError, MissReason
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.sampling import SampledToken
-from meshnet_node import frame_runs, hop_service
+from meshnet_node import frame_delivery, hop_service
 from meshnet_node.cache_store import SessionKey
 from meshnet_node.model_backend import ShardBackend, ShardWork
 
@@ -108,8 +108,8 @@ async def test_a_frame_that_takes_far_too_long_takes_its_state_along(line: Line,
 @pytest.fixture
 def wide_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the time goes to the next hop, so that a busy machine does not blur whose was up first."""
-    assert frame_runs.DOWNSTREAM_MARGIN < 1
-    monkeypatch.setattr(frame_runs, "DOWNSTREAM_MARGIN", 0.5)
+    assert frame_delivery.DOWNSTREAM_MARGIN < 1
+    monkeypatch.setattr(frame_delivery, "DOWNSTREAM_MARGIN", 0.5)
 
 
 @pytest.mark.usefixtures("wide_margin")
