@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.errors import InvalidInputError
+from meshnet_core.json_log import AboutFilter, JsonLines
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -30,6 +31,7 @@ BACKLOG = 512
 KEEPALIVE_S = 75  # above what clients and proxies use, so that it is they who close an idle connection
 SHUTDOWN_S = 2.0  # for requests under way when a server stops
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_FORMATS = ("text", "json")
 _OUR_LOGGERS = ("meshnet", "meshnet_core", "meshnet_tracker", "meshnet_node", "meshnet_gateway", "meshnet_cli")
 _ANY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104 - told apart here, not listened on
 
@@ -127,13 +129,22 @@ def addresses_of(host: str) -> list[str]:
 def set_up_logging() -> None:
     """Our own log from INFO on, other libraries' from WARNING on, to stderr; MESHNET_LOG sets our level.
 
+    With MESHNET_LOG_FORMAT=json each line is a JSON object (`meshnet_core.json_log`).
+
     Raises:
-        InvalidInputError: if MESHNET_LOG is no level.
+        InvalidInputError: if MESHNET_LOG is no level, or MESHNET_LOG_FORMAT no format.
     """
     level = os.environ.get("MESHNET_LOG", "INFO").upper()
     if level not in _LEVELS:
         raise InvalidInputError(f"MESHNET_LOG={level} is no level; write one of {', '.join(_LEVELS)}")
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    form = os.environ.get("MESHNET_LOG_FORMAT", "text").lower()
+    if form not in _FORMATS:
+        raise InvalidInputError(f"MESHNET_LOG_FORMAT={form} is no format; write one of {', '.join(_FORMATS)}")
+    handler = logging.StreamHandler()
+    handler.addFilter(AboutFilter())
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else text)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for name in _OUR_LOGGERS:
         logging.getLogger(name).setLevel(level)
 

@@ -10,6 +10,7 @@ FIXED = {
     "MESHNET_HOME": "where this machine's place in a mesh is kept",
     "MESHNET_CACHE": "where downloaded and converted models are kept",
     "MESHNET_LOG": "how much is logged: DEBUG, INFO, WARNING or ERROR",
+    "MESHNET_LOG_FORMAT": "text, or json for one JSON object a line",
     "MESHNET_DEBUG": "1 shows tracebacks",
     access.VARIABLE: "API keys: a gateway takes all, a client brings the first",
     lifeline.VARIABLE: "set for the processes of `meshnet up`",

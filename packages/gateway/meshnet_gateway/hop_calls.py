@@ -154,7 +154,9 @@ class HopCalls:
                         return
                 except (MeshnetError, TimeoutError) as error:
                     # A node that is gone holds nothing; one that cannot be reached frees it by its time to live.
-                    logger.info("session %s: no release at %s: %s", self.session, url, error)
+                    logger.info(
+                        "session %s: no release at %s: %s", self.session, url, error, extra={"session": self.session}
+                    )
                     if not isinstance(error, HopUnreachableError):
                         return
 

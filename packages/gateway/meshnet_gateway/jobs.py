@@ -199,7 +199,7 @@ class Jobs:
             if not begun:
                 raise
             # The status is out long since; the client is told, and the log has the traceback.
-            logger.exception("answer %s broke off", shape.id)
+            logger.exception("answer %s broke off", shape.id, extra={"request": shape.id})
             yield shape.encode(error_object(500, "the gateway failed; its log tells why", code="internal")) + shape.last
 
     @asynccontextmanager
@@ -237,6 +237,7 @@ class Jobs:
             logger.info(
                 "%s %s model=%s prompt=%d completion=%d outcome=%s user=%r",
                 job.endpoint, job.shape.id, job.model.name, job.prompt_tokens, made, outcome, job.fields.client_user,
+                extra={"request": job.shape.id, "outcome": outcome, **_sessions(runs)},
             )  # fmt: skip
 
 
@@ -289,6 +290,16 @@ def _cached(job: Job, runs: Sequence[_Run]) -> int:
     cached = [int(run.report().get("cached_tokens", 0)) for run in runs]
     each = job.fields.n or 1
     return sum(min(cached[at : at + each]) for at in range(0, len(cached), each))
+
+
+def _sessions(runs: Sequence[_Run]) -> dict[str, str]:
+    """The sessions of a request and their routes, for the log."""
+    reports = [run.report() for run in runs]
+    routes = [" -> ".join(f"{hop['node']} {hop['layers']}" for hop in report.get("route", ())) for report in reports]
+    return {
+        "session": ", ".join(str(report.get("session", "")) for report in reports),
+        "route": ", ".join(dict.fromkeys(route for route in routes if route)),
+    }
 
 
 def _report(runs: Sequence[_Run]) -> dict[str, Any]:

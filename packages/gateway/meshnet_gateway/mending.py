@@ -109,7 +109,10 @@ class Mending:
         if action is None:  # no frame's: there is nothing that could be sent again
             action = await self._decide(failure, route, _NO_MORE_RETRIES)
         hop = _blamed(failure, route)
-        logger.info("session %s: %s: %s -> %s", self._calls.session, type(failure).__name__, failure, action)
+        logger.info(
+            "session %s: %s: %s -> %s", self._calls.session, type(failure).__name__, failure, action,
+            extra={"session": self._calls.session, "route": route, "hop": _hop_of(failure)},
+        )  # fmt: skip
         self._report.failed(failure, type(action).__name__, None if hop is None else hop.node_id)
         self._history = replace(self._history, failures=(*self._history.failures, failure))
         match action:
@@ -173,7 +176,10 @@ class Mending:
         except MeshnetError:
             return None
         self._history = replace(self._history, stateless=False)
-        logger.info("session %s: with a cache again", self._calls.session)
+        logger.info(
+            "session %s: with a cache again", self._calls.session,
+            extra={"session": self._calls.session, "route": route},
+        )  # fmt: skip
         return route
 
     # -- routes -------------------------------------------------------------------------------------------------------
@@ -186,7 +192,9 @@ class Mending:
                 return await plan(excluded | blamed)
             except LayersUnavailableError:
                 logger.info(
-                    "session %s: nobody covers for the nodes blamed lately; they are let in again", self._calls.session
+                    "session %s: nobody covers for the nodes blamed lately; they are let in again",
+                    self._calls.session,
+                    extra={"session": self._calls.session},
                 )
         return await plan(excluded)
 
@@ -204,6 +212,10 @@ class Mending:
         """The answer came to its end on ``route``."""
         for hop in route.hops if route is not None else ():
             self._blame.forgive(hop.node_id)
+
+
+def _hop_of(failure: MeshnetError) -> int | None:
+    return failure.hop_index if isinstance(failure, HopError) else None
 
 
 def _blamed(failure: MeshnetError, route: Route | None) -> Hop | None:

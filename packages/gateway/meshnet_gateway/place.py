@@ -152,7 +152,10 @@ class Place:
         try:
             replies = await self._calls.open_beside(terms, route, MOVE_OPEN_S)
         except StayedError as stayed:
-            logger.info("session %s: stays with %s: %s", terms.session, ", ".join(sorted(nodes)), stayed)
+            logger.info(
+                "session %s: stays with %s: %s", terms.session, ", ".join(sorted(nodes)), stayed,
+                extra={"session": terms.session, "route": route},
+            )  # fmt: skip
             self._prefix.become(before)
             self._move_poll_s *= 2
             return False
@@ -161,7 +164,10 @@ class Place:
             raise
         self._prefix.agree(new, replies)
         self.route, self.epoch, self._opened, self._move_poll_s = new, terms.epoch, True, MOVE_POLL_S
-        logger.info("session %s: %s about to leave -> %s", terms.session, ", ".join(sorted(nodes)), new)
+        logger.info(
+            "session %s: %s about to leave -> %s", terms.session, ", ".join(sorted(nodes)), new,
+            extra={"session": terms.session, "route": new},
+        )  # fmt: skip
         self._mending.left(nodes)
         return True
 

@@ -25,6 +25,7 @@ from meshnet_core.errors import (
     MissReason,
 )
 from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming
+from meshnet_core.json_log import about
 from meshnet_core.link_times import LinkTimes
 from meshnet_core.membership import ShardInfo
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
@@ -94,7 +95,10 @@ class HopService:
 
     async def open(self, document: OpenDocument) -> OpenReply:
         """Take a session in, with room for its prefill and a growth quantum, or refuse it unchanged."""
-        with MarkedErrors(document.hop_index, self.boot, self.misses):
+        with (
+            MarkedErrors(document.hop_index, self.boot, self.misses),
+            about(session=document.session, epoch=document.epoch, hop=document.hop_index, route=document.route),
+        ):
             key = SessionKey(document.session, document.hop_index)
             self.store.sweep()
             known = self.store.find(key)
@@ -120,7 +124,8 @@ class HopService:
             session = self.store.require(key, frame.epoch)
             try:
                 session.check(frame)
-                run = await self._runs.take_in(key, session, frame, arrived)
+                with about(session=frame.session, epoch=frame.epoch, hop=frame.hop_index, route=session.document.route):
+                    run = await self._runs.take_in(key, session, frame, arrived)
                 if is_acknowledged(frame, session):
                     queued = HopTiming(frame.hop_index, total_ms=1000 * (self._clock.now() - arrived))
                     position = frame.position + frame.seq_len
