@@ -56,6 +56,16 @@ class RecordingTransport(InProcessTransport):
         return await super().forward(url, frame)
 
 
+class _SleptClock:
+    """A clock that goes on by what was slept, which took no time here."""
+
+    def __init__(self, clock: Clock, slept: list[float]) -> None:
+        self._clock, self._slept = clock, slept
+
+    def now(self) -> float:
+        return self._clock.now() + sum(self._slept)
+
+
 @dataclass
 class TinyMesh:
     """The services by URL, in the order of the ranges given."""
@@ -103,10 +113,11 @@ class TinyMesh:
 
     def engine(self, **options: float) -> GenerationEngine:
         chunk = int(options.pop("chunk", 256))
-        return GenerationEngine(self, self.transport, self.clock, chunk=chunk, sleep=self._note_sleep, **options)
+        time = _SleptClock(self.clock, self.slept)
+        return GenerationEngine(self, self.transport, time, chunk=chunk, sleep=self._note_sleep, **options)
 
     async def _note_sleep(self, seconds: float) -> None:
-        """Backoff is noted, not sat out."""
+        """Backoff is noted, not sat out; the engine's clock goes on by it."""
         self.slept.append(seconds)
         await asyncio.sleep(0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import NodeInfo, ShardInfo, Snapshot
 from meshnet_core.placeable import Placeable
 from meshnet_core.sampling import SampledToken
-from meshnet_gateway.generation import Generation
+from meshnet_gateway.generation import Generation, GenerationEngine
 from meshnet_node.cache_store import CacheStore, StoreLimits
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_service import HopService
@@ -45,6 +45,10 @@ def expected(folder: Path) -> list[int]:
     return reference_greedy(reference_model(folder), PROMPT, COUNT)
 
 
+def alike(shard: ShardInfo) -> ShardInfo:
+    return replace(shard, decode_ms=1.0, prefill_ms=0.1, decode_evidence=None, prefill_evidence=None)
+
+
 @dataclass
 class AutoMesh(TinyMesh):
     """Nodes with memory for half of the model each; ``tick`` is a heartbeat of all of them."""
@@ -60,6 +64,11 @@ class AutoMesh(TinyMesh):
         self.memory = 4 * max(self.facts.elements(0, 6), self.facts.elements(6, 12))
         self.directory = Directory(self.time, lease_s=1e6)
         self.desk = PlacementDesk(self.time, self.directory.snapshot)
+
+    def engine(self, **options: float) -> GenerationEngine:
+        """One that waits for real, since shards are loaded in real time."""
+        chunk = int(options.pop("chunk", 256))
+        return GenerationEngine(self, self.transport, self.clock, chunk=chunk, **options)
 
     def snapshot(self) -> Snapshot:
         return self.directory.snapshot()
@@ -80,7 +89,8 @@ class AutoMesh(TinyMesh):
             boot=self.boots.setdefault(name, mint_boot_id()),
             version="test",
             device="cpu",
-            shards=() if service is None else tuple(shard.info() for shard in service.shards),
+            # All alike: how busy this machine is should not decide who holds what.
+            shards=() if service is None else tuple(alike(shard.info()) for shard in service.shards),
             placement=Placeable(self.memory, "float32", self.facts, None if mover is None else mover.target),
         )
         self.directory.announce(node)

@@ -74,18 +74,21 @@ async def test_no_shard_is_measured_while_frames_wait(llama: Path, lane: Forward
     held = LoadedShard(load_shard(llama, LayerRange(0, 2), dtype="float32"), MODEL, FINGERPRINT, 512)
     gate = threading.Event()
 
+    begun = threading.Event()
+
     class Blocked:
         batch_limit = 1
 
         def forward(self, works: list[ShardWork]) -> list[ShardResult]:
-            gate.wait(60)
+            begun.set()
+            assert gate.wait(60), "it was measured, or nobody opened the gate"
             return [ShardResult(None, None, 0.0) for _ in works]
 
     work = ShardWork(0, None, 0, 1, bytes(4), "float32")
 
     running = [asyncio.create_task(lane.run(turn, Blocked(), work, lambda result: result)) for turn in range(2)]  # type: ignore[arg-type]
-    while lane.queued != 1:  # noqa: ASYNC110 - the lane's thread takes the first
-        await asyncio.sleep(0)
+    await asyncio.to_thread(begun.wait, 10)
+    assert lane.queued == 2  # the one that runs, and the one behind it
     await ShardProbes(ShardPool([held]), lane, ManualClock()).round()
     gate.set()
     await asyncio.gather(*running)
