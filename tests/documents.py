@@ -65,6 +65,10 @@ def commands(page: Path) -> Iterator[Command]:
                 yield Command(str(page.relative_to(ROOT)), line)
 
 
+def blocks(page: Path, language: str) -> list[str]:
+    return [one["body"] for one in _FENCE.finditer(page.read_text(encoding="utf-8")) if one["language"] == language]
+
+
 def spans(page: Path) -> Iterator[Command]:
     """What stands in the text as code and begins with `meshnet`; may be no whole command."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))

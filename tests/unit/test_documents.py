@@ -11,11 +11,12 @@ import typer
 from docs_site import reference
 from docs_site.build import build
 
-from documents import ROOT, Command, NotTakenError, commands, pages, parsed, spans
+from documents import ROOT, Command, NotTakenError, blocks, commands, pages, parsed, spans
 from meshnet_cli import settings, variables
 from meshnet_cli.main import app
 from meshnet_core.errors import ERRORS_BY_CODE, MissReason
 from meshnet_core.remedies import MISSES, REMEDIES
+from meshnet_gateway.api_types import ChatRequest
 
 ALL = [command for page in pages() for command in commands(page)]
 OTHERS = {"make", "curl", "export", "pip", "docker", "sudo", "python3.11", ".venv/bin/python", "python"}
@@ -46,6 +47,22 @@ def test_a_target_in_the_docs_is_one_of_the_makefile(command: Command) -> None:
     targets = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = [word for word in command.words[1:] if "=" not in word]
     assert set(named) <= {target for line in targets for target in line.split()}, command
+
+
+def test_programs_in_the_docs_are_programs() -> None:
+    programs = [(page, text) for page in pages() for text in blocks(page, "python")]
+    assert len(programs) > 2
+    for page, text in programs:
+        compile(text, str(page), "exec")
+
+
+def test_what_curl_sends_in_the_docs_is_taken() -> None:
+    sent = [
+        one.words for one in ALL if one.words[0] == "curl" and any("/chat/completions" in word for word in one.words)
+    ]
+    assert sent
+    for words in sent:
+        ChatRequest.model_validate_json(words[words.index("-d") + 1])
 
 
 def test_options_named_in_the_text_are_options() -> None:
