@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-from nicegui import ui
+from nicegui import background_tasks, ui
 
 from meshnet_core.errors import MeshnetError
 from meshnet_gateway.dashboard.chat_source import BrokeOff, ChatSource, Ended, Reading, Said
@@ -41,6 +41,7 @@ class ChatBox:
             self._stop = ui.button("Stop", on_click=self.stop).props("outline no-caps")
             self._anew = ui.button("New chat", on_click=self.begin_anew).props("flat no-caps")
         self._stop.disable()
+        ui.context.client.on_delete(self.stop)  # who has left wants no more of it
 
     def offer(self, models: list[str]) -> None:
         """The models to choose from."""
@@ -60,7 +61,8 @@ class ChatBox:
         self._question.value = ""
         self._messages.append({"role": "user", "content": text})
         self._say(text, "mn-mine", "You")
-        self._asking = asyncio.create_task(self._answer(self._model.value, int(self._longest.value or DEFAULT_TOKENS)))
+        longest = int(self._longest.value or DEFAULT_TOKENS)
+        self._asking = background_tasks.create(self._answer(self._model.value, longest), name="chat answer")
 
     def stop(self) -> None:
         """End the answer where it is."""
@@ -70,17 +72,18 @@ class ChatBox:
     def begin_anew(self) -> None:
         """Forget the conversation."""
         self.stop()
-        self._messages.clear()
+        self._messages = []  # an answer that is being stopped still has the old one
         self._log.clear()
         self._note.text = ""
 
     async def _answer(self, model: str, longest: int) -> None:
+        messages = self._messages
         self._send.disable()
         self._stop.enable()
         self._note.text = "Waiting for the first word ..."
         answer: list[str] = []
         try:
-            await self._hear(model, longest, answer)
+            await self._hear(model, messages, longest, answer)
         except MeshnetError as error:
             self._failed(error.message)
         except asyncio.CancelledError:
@@ -91,18 +94,18 @@ class ChatBox:
         finally:
             # What was said stays part of the conversation, whole or not; a question without any answer does not.
             if answer:
-                self._messages.append({"role": "assistant", "content": "".join(answer)})
-            elif self._messages:
-                self._messages.pop()
+                messages.append({"role": "assistant", "content": "".join(answer)})
+            else:
+                messages.pop()
             self._asking = None
             self._send.enable()
             self._stop.disable()
 
-    async def _hear(self, model: str, longest: int, answer: list[str]) -> None:
+    async def _hear(self, model: str, messages: list[dict[str, str]], longest: int, answer: list[str]) -> None:
         """Show what is heard; its text goes into ``answer``."""
         said: ui.label | None = None
         thought: ui.label | None = None
-        async with aclosing(self._source.ask(model, self._messages, longest, self._key_id)) as heard:
+        async with aclosing(self._source.ask(model, messages, longest, self._key_id)) as heard:
             async for one in heard:
                 if isinstance(one, Reading):
                     self._note.text = f"Reads the prompt: {one.done} of {one.total} tokens"
@@ -130,7 +133,9 @@ class ChatBox:
         return label
 
     def _to_end(self) -> None:
-        ui.run_javascript(f"const log = getHtmlElement({self._log.id}); if (log) log.scrollTop = log.scrollHeight")
+        self._log.client.run_javascript(
+            f"const log = getHtmlElement({self._log.id}); if (log) log.scrollTop = log.scrollHeight"
+        )
 
 
 def _ending(ended: Ended) -> str:
