@@ -13,9 +13,8 @@ def test_each_peer_has_so_many_and_no_more_at_once() -> None:
     peers = PeerSessions(2, lambda: held)
 
     def open_by(peer: str, session: str) -> None:
-        peers.check(peer, session)
-        held.add(session)
-        peers.note(peer, session)
+        with peers.opening(peer, session):
+            held.add(session)
 
     open_by("kitchen", "s-1")
     open_by("kitchen", "s-2")
@@ -33,8 +32,24 @@ def test_each_peer_has_so_many_and_no_more_at_once() -> None:
 def test_sessions_that_have_all_gone_count_for_nothing() -> None:
     peers = PeerSessions(1, set)
     for number in range(5):
-        peers.check("kitchen", f"s-{number}")
-        peers.note("kitchen", f"s-{number}")
+        with peers.opening("kitchen", f"s-{number}"):
+            pass
+
+
+def test_opens_that_are_under_way_count_and_those_that_failed_do_not() -> None:
+    peers = PeerSessions(1, set)
+    with (
+        peers.opening("kitchen", "s-1"),
+        peers.opening("kitchen", "s-1"),
+        peers.opening("garage", "s-2"),
+        pytest.raises(CacheFullError),
+        peers.opening("kitchen", "s-3"),
+    ):
+        pass
+    with pytest.raises(RuntimeError), peers.opening("kitchen", "s-4"):
+        raise RuntimeError("no room")
+    with peers.opening("kitchen", "s-5"):
+        pass
 
 
 def test_none_at_all_is_refused() -> None:

@@ -5,8 +5,10 @@ Knows who opened what; what is still held it asks. Knows neither state nor bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 
 from meshnet_core.errors import CacheFullError, InvalidInputError
 
@@ -25,25 +27,32 @@ class PeerSessions:
         self._most = most
         self._held = held
         self._opened: dict[str, set[str]] = {}
+        self._under_way: Counter[tuple[str, str]] = Counter()  # opens, by peer and session
 
-    def check(self, peer: str, session: str) -> None:
-        """That ``peer`` may open ``session``, or open it once more.
+    @contextmanager
+    def opening(self, peer: str, session: str) -> Iterator[None]:
+        """``peer`` opens ``session`` in the block, or opens it once more; it counts from now on, unless that fails.
 
         Raises:
             CacheFullError: it has as many others as it may.
         """
-        mine = self._opened.get(peer, set())
-        if session in mine or len(mine) < self._most:
-            return
-        self._forget_ended()
-        if len(self._opened.get(peer, ())) >= self._most:
-            raise CacheFullError(
-                f"this gateway has {self._most} sessions here, as many as each may have (--max-sessions-per-peer)"
-            )
+        if len(self._of(peer) | {session}) > self._most:
+            self._forget_ended()
+            if len(self._of(peer) | {session}) > self._most:
+                raise CacheFullError(
+                    f"this gateway has {self._most} sessions here, as many as each may have (--max-sessions-per-peer)"
+                )
+        self._under_way[peer, session] += 1
+        try:
+            yield
+            self._opened.setdefault(peer, set()).add(session)
+        finally:
+            self._under_way[peer, session] -= 1
+            if not self._under_way[peer, session]:
+                del self._under_way[peer, session]
 
-    def note(self, peer: str, session: str) -> None:
-        """``session`` is open, by ``peer``."""
-        self._opened.setdefault(peer, set()).add(session)
+    def _of(self, peer: str) -> set[str]:
+        return self._opened.get(peer, set()) | {session for by, session in self._under_way if by == peer}
 
     def _forget_ended(self) -> None:
         held = self._held()

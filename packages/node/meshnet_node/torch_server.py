@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
 
 from aiohttp import web
@@ -191,11 +192,8 @@ class _Door:
         http_codec.check_protocol(request.headers.items(), self._protocols)
         document = http_codec.decode_open(body)
         peer = owner_of_request(request) or request.remote or "?"
-        if self._peers is not None:
-            self._peers.check(peer, document.session)
-        reply = await self._endpoint.open(document)
-        if self._peers is not None:
-            self._peers.note(peer, document.session)
+        with nullcontext() if self._peers is None else self._peers.opening(peer, document.session):
+            reply = await self._endpoint.open(document)
         return _json_response(http_codec.encode_json(reply.to_wire()))
 
     async def forward(self, request: web.Request) -> web.Response:
