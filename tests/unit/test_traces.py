@@ -17,7 +17,7 @@ from opentelemetry.trace import StatusCode
 
 from api_client import USER, client_of
 from in_process_mesh import MODEL, RecordingTransport, TinyMesh, random_prompt, tiny_mesh
-from meshnet_cli.tracing import endpoint_of, follow_callers
+from meshnet_cli.tracing import endpoint_of, follow_callers, tracing_to
 from meshnet_core.clock import Clock, ManualClock, SystemClock
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.demand import Demand
@@ -31,6 +31,7 @@ from meshnet_gateway.api import create_app
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.generation_trace import NO_TRACE
 from meshnet_gateway.otel_tracing import OtelTracing
+from otlp_collector import otlp_collector
 from scripted_engine import FixedMesh, FixedTexts, ScriptedEngine, summary
 from tiny_models import save_tiny
 
@@ -133,6 +134,24 @@ async def test_the_parts_of_a_generation_over_three_nodes_add_up_to_it(
     assert [part.name for part in children(found, named(found, "prefill")[0])] == ["prefill chunk"] * 4
     for step in named(found, "decode step"):
         assert seconds(step) == pytest.approx(3 * HOP_S)
+
+
+async def test_spans_reach_a_collector_before_the_gateway_ends(llama: Path) -> None:
+    clock = SystemClock()
+    with otlp_collector() as collector:
+        async with (
+            tracing_to(f"otlp://127.0.0.1:{collector.port}", clock) as traced,
+            tiny_mesh(llama, THREE, clock=clock) as mesh,
+        ):
+            engine = mesh.engine(chunk=5)
+            engine.tracing = traced
+            await run(engine, prompt=12, count=6)
+    assert (collector.paths, collector.services) == ({"/v1/traces"}, {"meshnet-gateway"})
+    (root,) = collector.named("generation")
+    parts = [span.name for span in collector.children(root)]
+    assert parts == ["model", "place", "prefill", *["decode step"] * 5]
+    assert len(collector.named("hop 2")) >= 6
+    assert {span.trace_id for span in collector.spans} == {root.trace_id}
 
 
 async def test_each_hop_of_a_step_tells_queue_forward_and_sample_within_the_hop_before(
@@ -317,5 +336,5 @@ def test_off_nothing_of_opentelemetry_is_imported() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER"):
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", "OTEL_SERVICE_NAME"):
         monkeypatch.delenv(name, raising=False)
