@@ -27,14 +27,17 @@ _SPAN = re.compile(r"`(meshnet [a-z][^`]*)`", re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """One line to type: ``words`` as a shell splits them, without what is set before it."""
+    """One line to type: ``words`` as a shell splits them, without what is set before it and where its
+    output goes."""
 
     page: str
     text: str
 
     @property
     def words(self) -> list[str]:
-        words = [word for word in shlex.split(self.text, comments=True) if word != "&"]
+        words = shlex.split(self.text, comments=True)
+        ends = [index for index, word in enumerate(words) if re.fullmatch(r"[|&;]+|\d*[<>].*", word)]
+        words = words[: min(ends, default=len(words))]
         while words and re.match(r"^[A-Z_]+=", words[0]):
             words = words[1:]
         return words
