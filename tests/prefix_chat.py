@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from in_process_mesh import MODEL, TinyMesh, random_prompt
+from meshnet_core.grammar import Grammar
 from meshnet_core.prefix import EVERYONE
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import Generation, GenerationEngine, GenerationRequest
@@ -48,6 +49,7 @@ class Chat:
         count: tokens of an answer.
         chunk: positions in one prefill frame.
         during: called after each token with how many there are.
+        grammar: what answers are held to.
         engine: a gateway's; a new one for each turn, which remembers nothing, if not given.
     """
 
@@ -62,6 +64,7 @@ class Chat:
     turns: list[Turn] = field(default_factory=list)
     during: Callable[[Generation, int], None] = lambda generation, made: None
     engine: GenerationEngine | None = None
+    grammar: Grammar | None = None
 
     async def turn(self, question: Sequence[int] | None = None) -> Turn:
         question = random_prompt(7, seed=1000 * self.seed + len(self.turns)) if question is None else question
@@ -76,7 +79,14 @@ class Chat:
         wish = PrefixWish(self.scope, (len(SYSTEM), len(prompt) - 1), before) if self.reuse else None
         sampling = SamplingParams(logprobs=5)
         request = GenerationRequest(
-            MODEL, tuple(prompt), self.count, sampling, frozenset({END}), recovery=self.recovery, prefix=wish
+            MODEL,
+            tuple(prompt),
+            self.count,
+            sampling,
+            frozenset({END}),
+            recovery=self.recovery,
+            prefix=wish,
+            grammar=self.grammar,
         )
         engine = self.engine or self.mesh.engine(chunk=self.chunk)
         generation = engine.start(request)

@@ -16,11 +16,13 @@ from meshnet_core.coverage import ModelSummary
 from meshnet_core.demand import Demand
 from meshnet_core.errors import MissReason
 from meshnet_core.frames import Frame, Phase
+from meshnet_core.grammar import Grammar
 from meshnet_core.route import Route
 from meshnet_gateway.recovery import Replay
 from meshnet_node.cache_store import SessionKey
-from prefix_chat import HOLDING, SYSTEM, Chat, Turn, far_apart
+from prefix_chat import END, HOLDING, SYSTEM, Chat, Turn, far_apart
 from tiny_models import save_tiny
+from tiny_tokenizers import ascii_files
 
 FAMILIES = {
     "llama": ["0-1", "2-3"],
@@ -280,6 +282,57 @@ async def test_state_lost_in_mid_answer_is_made_again_from_what_is_held(tiny_mod
         ]
         assert began[0] >= len(first.prompt)
         assert began[1] >= began[0]  # for a hybrid what was copied at the end of the question
+
+
+@pytest.mark.parametrize("family", [CUT_BACK, HYBRID])
+async def test_an_answer_held_to_a_grammar_begins_on_a_prefix_and_outlives_its_tail(
+    tiny_model: TinyModel, family: str
+) -> None:
+    grammar = Grammar('start: /[a-z]{12}/ ("yes" | "no") /[0-9]{9}/', (END,))
+    first, last = FAMILIES[family]
+    async with tiny_mesh(tiny_model(family), [first, last, last], limits=HOLDING, text_files=ascii_files()) as mesh:
+        plain, chat = (Chat(mesh, reuse=reuse, count=40, grammar=grammar) for reuse in (False, True))
+        expected = [await plain.turn(), await plain.turn()]
+        chat.engine = mesh.engine()
+        await chat.turn()
+
+        def kill_tail(_: object, made: int) -> None:
+            if made == 9:
+                mesh.kill(next(url for url in mesh.urls[1:] if len(mesh.services[url].store)))
+
+        chat.during = kill_tail
+        turn = await chat.turn()
+        assert turn.cached >= len(expected[0].prompt)
+        assert turn.report["recoveries"]
+        assert len(turn.ids) in (23, 24)
+        assert turn.ids == expected[1].ids
+        assert far_apart(turn.tokens, expected[1].tokens) is None
+
+
+@pytest.mark.parametrize("family", KINDS)
+async def test_what_a_client_left_in_mid_answer_serves_who_goes_on_from_there(
+    tiny_model: TinyModel, family: str
+) -> None:
+    """As where a stop string or a cancelled request ends an answer that the model would have gone on with."""
+    async with tiny_mesh(tiny_model(family), FAMILIES[family], limits=HOLDING) as mesh:
+        whole = await Chat(mesh, reuse=False).turn()
+        prompt = [*whole.prompt, *whole.ids[:4], END, *random_prompt(6, seed=8)]
+        expected = await Chat(mesh, reuse=False).answer(prompt)
+
+        def leave(_: object, made: int) -> None:
+            if made == 4:
+                raise ClientLeftError
+
+        with pytest.raises(ClientLeftError):
+            await Chat(mesh, during=leave).turn()
+        turn = await Chat(mesh).answer(prompt)
+        assert turn.cached == len(whole.prompt) + 3  # the fourth token was not run yet
+        assert far_apart(turn.tokens, expected.tokens) is None
+        assert mesh.held_sessions == 0
+
+
+class ClientLeftError(Exception):
+    pass
 
 
 # -- room -------------------------------------------------------------------------------------------------------------
