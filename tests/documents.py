@@ -74,9 +74,12 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def spans(page: Path) -> Iterator[Command]:
     """What stands in the text as code and begins with `meshnet`; may be no whole command."""
-    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    return spans_of(str(page.relative_to(ROOT)), _FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def spans_of(page: str, text: str) -> Iterator[Command]:
     for found in _SPAN.finditer(text):
-        yield Command(str(page.relative_to(ROOT)), " ".join(found[1].split()))
+        yield Command(page, " ".join(found[1].split()))
 
 
 class NotTakenError(Exception):

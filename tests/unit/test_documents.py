@@ -11,7 +11,7 @@ import typer
 from docs_site import reference
 from docs_site.build import build
 
-from documents import ROOT, Command, NotTakenError, blocks, commands, pages, parsed, spans
+from documents import ROOT, Command, NotTakenError, blocks, commands, pages, parsed, spans, spans_of
 from meshnet_cli import settings, variables
 from meshnet_cli.main import app
 from meshnet_core.errors import ERRORS_BY_CODE, MissReason
@@ -68,7 +68,8 @@ def test_what_curl_sends_in_the_docs_is_taken() -> None:
 def test_options_named_in_the_text_are_options() -> None:
     known = reference.commands()
     wrong = []
-    for span in (one for page in pages() for one in spans(page)):
+    told = [one for page in pages() for one in spans(page)]
+    for span in [*told, *spans_of("errors.md", reference.errors_page())]:
         words = span.text.split()[1:]
         name = " ".join(words[:2]) if " ".join(words[:2]) in known else words[0]
         if name not in known:
@@ -91,6 +92,12 @@ def test_every_error_and_every_miss_has_its_remedy() -> None:
     assert set(MISSES) == set(MissReason)
     page = reference.errors_page()
     assert all(f"| `{code}` | {cls.http_status} |" in page for code, cls in ERRORS_BY_CODE.items())
+
+
+def test_what_a_remedy_tells_to_raise_or_set_is_an_option_of_some_command() -> None:
+    told = " ".join(one.remedy for one in [*REMEDIES.values(), *MISSES.values()])
+    options = {option for command in reference.commands().values() for one in command.params for option in one.opts}
+    assert set(re.findall(r"`(--[a-z-]+)`", told)) <= options | {"--version"}
 
 
 def test_the_reference_has_every_command_and_option() -> None:
