@@ -10,6 +10,7 @@ from announcements import node, shard
 from meshnet_core.clock import ManualClock
 from meshnet_core.demand import Demand
 from meshnet_core.errors import DirectoryFullError, InvalidInputError, LayersUnavailableError, UnknownNodeError
+from meshnet_core.membership import Snapshot
 from meshnet_tracker.directory import NEIGHBOURS, Directory
 from meshnet_tracker.events import DirectoryEvent, DrainChanged, Expired, Joined, Left, Restarted
 
@@ -38,6 +39,16 @@ def test_a_node_stays_for_a_lease_and_no_longer(mesh: Watched) -> None:
     mesh.clock.advance(0.001)
     assert mesh.ids() == []
     assert mesh.events == [Joined(node("a", "0-29")), Expired(node("a", "0-29"), 15.0)]
+
+
+def test_a_tracker_that_started_lately_says_that_it_may_not_know_all_nodes(mesh: Watched) -> None:
+    mesh.clock.advance(14.999)
+    young = mesh.directory.snapshot()
+    assert not young.settled
+    assert not Snapshot.from_wire(young.to_wire()).settled
+    mesh.clock.advance(0.001)
+    assert Snapshot.from_wire(mesh.directory.snapshot().to_wire()).settled
+    assert Snapshot.from_wire({"nodes": []}).settled
 
 
 def test_each_heartbeat_renews_the_lease_and_replaces_all_that_was_told(mesh: Watched) -> None:

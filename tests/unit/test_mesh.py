@@ -109,6 +109,43 @@ async def test_without_a_tracker_from_the_start_there_is_nothing_to_go_on_from(
     assert [model.name for model in await mesh.models()] == ["m"]
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_a_tracker_that_started_again_is_given_time_to_hear_of_all_nodes(
+    mesh: Mesh, tracker: FakeTracker, clock: ManualClock, *, noticed: bool
+) -> None:
+    model = await mesh.model("m")
+    if noticed:
+        tracker.mood = "gone"
+        clock.advance(SNAPSHOT_AGE_S)
+        await mesh.route(model, frozenset())
+        tracker.mood = "answers"
+    tracker.known = Snapshot((), settled=False)
+    clock.advance(SNAPSHOT_AGE_S)
+    if noticed:
+        await mesh.snapshot()  # asks beside the call
+        while tracker.asked[-1] != "snapshot":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert await mesh.snapshot() == TWO
+    assert await mesh.model("m") == model
+    assert [hop.node_id for hop in (await mesh.route(model, frozenset())).hops] == ["a", "b"]
+    with pytest.raises(LayersUnavailableError):
+        await mesh.route(model, frozenset({"a"}))
+
+    again = node("b", "15-29", boot="b-later")
+    tracker.known = Snapshot((again,), settled=False)
+    clock.advance(SNAPSHOT_AGE_S)
+    assert (await mesh.snapshot()).nodes == (TWO.nodes[0], again)
+    tracker.known = Snapshot((), settled=False)  # and has left
+    clock.advance(SNAPSHOT_AGE_S)
+    assert (await mesh.snapshot()).nodes == TWO.nodes[:1]
+    tracker.known = Snapshot(())  # whoever was not heard of in all that time is gone
+    clock.advance(SNAPSHOT_AGE_S)
+    assert (await mesh.snapshot()).nodes == ()
+    with pytest.raises(ModelNotFoundError):
+        await mesh.route(model, frozenset())
+
+
 async def test_while_the_tracker_is_gone_the_last_snapshot_serves(
     mesh: Mesh, tracker: FakeTracker, clock: ManualClock
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshnet_core.dtypes import dtype_bytes
@@ -206,15 +206,29 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All live nodes at one moment, in the order of their ids."""
+    """All live nodes at one moment, in the order of their ids.
+
+    Attributes:
+        nodes: as they announced themselves.
+        settled: whether every node had a whole lease's time to announce itself. A tracker that started lately may not
+            know all of them yet.
+    """
 
     nodes: tuple[NodeInfo, ...]
+    settled: bool = field(default=True, compare=False)
+
+    def and_those_of(self, earlier: Snapshot) -> Snapshot:
+        """With the nodes that only ``earlier`` has."""
+        known = {node.node_id for node in self.nodes}
+        nodes = (*self.nodes, *(node for node in earlier.nodes if node.node_id not in known))
+        return Snapshot(tuple(sorted(nodes, key=lambda node: node.node_id)), self.settled)
 
     def to_wire(self) -> dict[str, Any]:
-        return {"nodes": [node.to_wire() for node in self.nodes]}
+        return {"nodes": [node.to_wire() for node in self.nodes], "settled": self.settled}
 
     @classmethod
     def from_wire(cls, document: object) -> Snapshot:
         if not isinstance(document, dict) or not isinstance(document.get("nodes"), list):
             raise InvalidInputError("a snapshot is a JSON object with a list of nodes")
-        return cls(tuple(NodeInfo.from_wire(node) for node in document["nodes"]))
+        settled = flag(document, "settled") if "settled" in document else True  # older trackers do not tell
+        return cls(tuple(NodeInfo.from_wire(node) for node in document["nodes"]), settled)

@@ -1,6 +1,7 @@
 """The mesh as the gateway sees it: which models are whole, which route to take, how the nodes are.
 
-Asks the tracker, and goes on from its last snapshot while no tracker answers. Knows no sessions and no text.
+Asks the tracker, and goes on from its last snapshot while no tracker answers, or one that has not heard of all nodes
+yet. Knows no sessions and no text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import aiohttp
 from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary, listed, served_models
 from meshnet_core.demand import Demand
-from meshnet_core.errors import MeshnetError, ModelNotFoundError, TrackerUnreachableError
+from meshnet_core.errors import LayersUnavailableError, MeshnetError, ModelNotFoundError, TrackerUnreachableError
 from meshnet_core.exploration import RouteDraws
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.hop_price import NS
@@ -69,6 +70,7 @@ class Mesh:
         self._clock = clock
         self._protocols = protocols
         self._snapshot: Snapshot | None = None
+        self._before: Snapshot | None = None  # what was known before a tracker that started lately
         self._taken_at = 0.0
         self._tracker_answers = True
         self._asking: asyncio.Task[None] | None = None
@@ -119,6 +121,11 @@ class Mesh:
                 return await self._tracker.route(model.name, excluded, fingerprint=model.fingerprint, demand=demand)
             except TrackerUnreachableError:
                 self._heard(False)
+            except (ModelNotFoundError, LayersUnavailableError):
+                with suppress(TrackerUnreachableError):
+                    await self._refresh()
+                if self._before is None:
+                    raise
         return plan_route(
             await self.snapshot(),
             model.name,
@@ -171,9 +178,22 @@ class Mesh:
         except TrackerUnreachableError:
             self._heard(False)
             raise
-        self._snapshot, self._taken_at = snapshot, now
+        self._snapshot, self._taken_at = self._with_those_before(snapshot), now
         self._heard(True)
-        return snapshot
+        return self._snapshot
+
+    def _with_those_before(self, snapshot: Snapshot) -> Snapshot:
+        """With the nodes that a tracker which started lately has not heard of yet, as they were known before: they
+        serve on, and announce themselves to it within its first lease."""
+        if snapshot.settled:
+            self._before = None
+        elif self._snapshot is not None and (self._snapshot.settled or not self._tracker_answers):
+            self._before = self._snapshot
+        if self._before is None:
+            return snapshot
+        heard = {node.node_id for node in snapshot.nodes}
+        self._before = Snapshot(tuple(node for node in self._before.nodes if node.node_id not in heard))
+        return snapshot.and_those_of(self._before)
 
     def _ask_again(self) -> None:
         """Whether the tracker is back, asked beside the calls: none waits for one that hangs."""

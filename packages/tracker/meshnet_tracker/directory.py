@@ -79,6 +79,7 @@ class Directory:
         self.lease_s = lease_s
         self.goodbye_s = lease_s * GOODBYE_LEASES
         self._clock = clock
+        self._began = clock.now()
         self._max_nodes = max_nodes
         self._draws = draws or RouteDraws()
         self._listeners = [on_event] if on_event is not None else []
@@ -258,7 +259,8 @@ class Directory:
     def snapshot(self) -> Snapshot:
         """The live nodes as they announced themselves, in the order of their ids."""
         self.expire()
-        return Snapshot(tuple(self._leases[node_id].node for node_id in sorted(self._leases)))
+        nodes = tuple(self._leases[node_id].node for node_id in sorted(self._leases))
+        return Snapshot(nodes, settled=self._clock.now() - self._began >= self.lease_s)
 
     def neighbours(self, node_id: str, at: float) -> list[Neighbour]:
         """Some nodes that may come right after a node on a route, at most `NEIGHBOURS` of them.
