@@ -257,7 +257,6 @@ class _Run:
         self._generation = generation
         self._figures = figures
         self._releases = releases
-        self._alone = len(job.requests) == 1
         self._began = began
         self.told = False
         self.answer = Answer(
@@ -272,8 +271,8 @@ class _Run:
                     self._figures.first_token.observe(time.monotonic() - self._began)
                     first = False
                 yield event
-        if not self._alone:  # the others may be waiting for its room; one alone is told its end before that
-            await self._releases.give_back(self._generation)
+        # Not at the end of all answers to the request: another of them may be waiting for its room.
+        self._releases.let_go(self._generation)
 
     def report(self) -> dict[str, Any]:
         """The generation's own, and the seed, so that an answer whose seed was minted can be had again."""

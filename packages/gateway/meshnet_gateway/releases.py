@@ -34,15 +34,14 @@ class Releases:
         try:
             yield generation
         finally:
-            await self.give_back(generation)
+            self.let_go(generation)
+            if (closing := self._closing.get(generation)) is not None:
+                await asyncio.shield(closing)
 
-    async def give_back(self, generation: GenerationLike) -> None:
-        """Close it, be it before its lease ends. Idempotent."""
-        if generation not in self._leased:
-            return
-        if generation not in self._closing:
+    def let_go(self, generation: GenerationLike) -> None:
+        """Begin to close it; the end of its lease waits for that. Idempotent."""
+        if generation in self._leased and generation not in self._closing:
             self._closing[generation] = asyncio.create_task(self._close(generation))
-        await asyncio.shield(self._closing[generation])
 
     async def drain(self, timeout_s: float = 10.0) -> None:
         """Wait until all of them, cancelled or ended before, are given back; for a server that stops."""
