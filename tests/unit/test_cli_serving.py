@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from meshnet_cli import serving
+from meshnet_cli.node import out_of_reach
 from meshnet_core.errors import InvalidInputError
 
 
@@ -77,3 +78,18 @@ def test_logging_knows_its_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_ready_line(capsys: pytest.CaptureFixture[str]) -> None:
     serving.say_ready("http://127.0.0.1:8000/v1")
     assert capsys.readouterr().out == "ready http://127.0.0.1:8000/v1\n"
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "tracker", "wrong"),
+    [
+        ("127.0.0.1", None, "https://10.0.0.5:7400", True),
+        ("127.0.0.1", None, "http://127.0.0.1:7400", False),
+        ("127.0.0.1", "https://10.0.0.7:7410", "https://10.0.0.5:7400", False),  # a tunnel ends here
+        ("0.0.0.0", None, "https://10.0.0.5:7400", False),  # noqa: S104 - looked at, not listened on
+    ],
+)
+def test_a_node_that_its_mesh_cannot_reach_is_told(host: str, advertise: str | None, tracker: str, wrong: bool) -> None:
+    said = out_of_reach(host, advertise, tracker)
+    assert (said is not None) == wrong
+    assert said is None or "--host 0.0.0.0" in said

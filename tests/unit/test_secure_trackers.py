@@ -16,19 +16,21 @@ from announcements import node as announcement
 from memory_registry import MemoryRegistry, MemoryStore
 from mesh_identities import machine_of, new_mesh
 from meshnet_cli import find_trackers
-from meshnet_cli.auto_layers import AutoLayers
+from meshnet_cli.auto_layers import ASK_S, AutoLayers
 from meshnet_cli.node import Place
 from meshnet_cli.trust import Identity
-from meshnet_core.clock import SystemClock
+from meshnet_core.clock import ManualClock, SystemClock
 from meshnet_core.errors import ForbiddenError, TrackerUnreachableError
 from meshnet_core.mesh_folder import MeshFolder
 from meshnet_core.secure_site import SecureSite
 from meshnet_core.tracker_client import TrackerClient
 from meshnet_core.trackers import Trackers
 from meshnet_tracker.directory import Directory
+from meshnet_tracker.placement_desk import PlacementDesk
 from meshnet_tracker.server import create_app, new_doorkeeper
 from meshnet_tracker.sharing import Sharing, TrackerInfo
 from tiny_models import save_tiny
+from web_on_socket import serving
 
 
 class SecureTracker:
@@ -146,3 +148,23 @@ async def test_a_node_that_leaves_its_layers_to_the_tracker_is_told_them_over_tl
     trackers = Trackers(urls, tls=identity.credentials.client_context())
     assert [node.node_id for node in (await trackers.snapshot()).nodes] == ["auto"]
     await trackers.close()
+
+
+async def test_a_node_that_waits_for_layers_outlives_its_tracker(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "tiny")
+    clock = ManualClock()
+    directory = Directory(SystemClock())
+    waiting = PlacementDesk(clock, directory.snapshot)  # never a moment passes, so that nobody is told anything
+    auto = AutoLayers(str(model), None, "float32", "cpu", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        async with asyncio.timeout(120):
+            async with serving(create_app(directory, desk=waiting)) as url:
+                place = Place("auto", "127.0.0.1", sock, "http://127.0.0.1:1", (url,), None)
+                loading = asyncio.create_task(auto.load(place))
+                while not directory.snapshot().nodes:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(2 * ASK_S)
+            assert not loading.done()
+            async with serving(create_app(Directory(SystemClock())), int(url.rpartition(":")[2])):
+                pool = await loading
+    assert len(list(pool)) == 1

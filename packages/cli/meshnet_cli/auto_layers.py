@@ -18,7 +18,7 @@ from meshnet_cli.node import Place
 from meshnet_cli.node_shards import offered
 from meshnet_cli.progress import ProgressReporter
 from meshnet_core import __version__
-from meshnet_core.errors import InvalidInputError, MeshnetError, UnknownNodeError
+from meshnet_core.errors import InvalidInputError, MeshnetError, TrackerUnreachableError, UnknownNodeError
 from meshnet_core.ids import mint_boot_id
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import NodeInfo
@@ -94,7 +94,7 @@ class AutoLayers:
         """Wait for layers from the tracker, and load them; the node is announced, without shards, meanwhile.
 
         Raises:
-            MeshnetError: no tracker answers, it refuses this node, or the shard cannot be loaded.
+            MeshnetError: no tracker answers at first, it refuses this node, or the shard cannot be loaded.
         """
         tls = None if place.identity is None else place.identity.credentials.client_context()
         client = Trackers(place.trackers, tls=tls)
@@ -149,12 +149,20 @@ class AutoLayers:
     async def _asked(self, client: Trackers, place: Place) -> LayerRange:
         if self._report is not None:
             self._report("", "asking the tracker for layers", 0, 1)
+        heard = False  # by any tracker: from then on one that restarts, or is away for a while, is waited for
         while True:
-            await client.heartbeat(self._info(place))
-            with suppress(UnknownNodeError):  # a tracker that restarted just now
+            try:
+                await client.heartbeat(self._info(place))
+                heard = True
                 if (layers := (await client.wish(place.node_id, boot=self.boot)).layers) is not None:
                     logger.info("to hold layers %s of %s", layers, self._facts.model)
                     return layers
+            except UnknownNodeError:
+                logger.debug("the tracker restarted just now")
+            except TrackerUnreachableError as error:
+                if not heard:
+                    raise
+                logger.debug("not told what to hold: %s", error.message)
             await asyncio.sleep(ASK_S)
 
     @asynccontextmanager

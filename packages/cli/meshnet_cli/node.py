@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import re
 import socket
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from meshnet_gateway.api_keys import ApiKeys
 
 AUTO = "auto"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ def node(
     keys = access.keys_for(host, given_keys, insecure=insecure) if api else None
     # Before the model is loaded for a minute.
     trackers = asyncio.run(find_trackers.trackers_for(options.tracker_urls(tracker), identity, insecure=insecure))
+    if (said := out_of_reach(host, advertise, trackers[0])) is not None:
+        logger.warning("%s", said)
     sock = serving.listen_from(host, options.FIRST_NODE_PORT) if port is None else serving.listen(host, port)
     got = serving.port_of(sock)
     place = Place(
@@ -196,6 +201,16 @@ def node(
     gc.freeze()
     asyncio.run(serve(place, pool, limits, lane_threads, auto))
     serving.leave_at_once()
+
+
+def out_of_reach(host: str, advertise: str | None, tracker: str) -> str | None:
+    """What is wrong with a node of a mesh on several machines that listens for its own alone; None where nothing is."""
+    if advertise is not None or not trust.is_loopback(host) or trust.is_loopback_url(tracker):
+        return None
+    return (
+        f"this node listens on {host}, where no other machine reaches it, and its tracker is at {tracker}: give it "
+        "--host 0.0.0.0, or say with --advertise where others dial it"
+    )
 
 
 def _memory(given: str | None, layers: str, *, alone: bool) -> int | None:
