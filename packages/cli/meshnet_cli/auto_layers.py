@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from meshnet_cli import trust
 from meshnet_cli.node import Place
 from meshnet_cli.node_shards import offered
 from meshnet_cli.progress import ProgressReporter
@@ -96,7 +97,7 @@ class AutoLayers:
         Raises:
             MeshnetError: no tracker answers at first, it refuses this node, or the shard cannot be loaded.
         """
-        tls = None if place.identity is None else place.identity.credentials.client_context()
+        tls = trust.client_tls(place.identity)
         client = Trackers(place.trackers, tls=tls)
         try:
             try:

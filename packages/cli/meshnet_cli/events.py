@@ -122,7 +122,7 @@ class EventSource:
         from meshnet_core.tracker_client import TrackerClient
 
         url, *_ = await find_trackers.trackers_for(self._given, self._identity, insecure=self._insecure)
-        tls = None if self._identity is None else self._identity.credentials.client_context()
+        tls = trust.client_tls(self._identity)
         client = TrackerClient(url, tls=tls)
         try:
             wait_s = 0

@@ -74,7 +74,7 @@ async def snapshot_of(given: Sequence[str], identity: trust.Identity | None, *, 
     from meshnet_core.tracker_client import TrackerClient
 
     url, *_ = await trackers_for(given, identity, insecure=insecure)
-    client = TrackerClient(url, tls=None if identity is None else identity.credentials.client_context())
+    client = TrackerClient(url, tls=trust.client_tls(identity))
     try:
         return await client.snapshot()
     finally:
@@ -92,7 +92,7 @@ async def _answering(urls: Sequence[str], identity: trust.Identity | None) -> li
     """One of ``urls`` that answers, those that share its list of nodes, and the rest."""
     from meshnet_core.tracker_client import TrackerClient
 
-    tls = None if identity is None else identity.credentials.client_context()
+    tls = trust.client_tls(identity)
     failed: MeshnetErrors = []
     for url in urls:
         client = TrackerClient(url, tls=tls)

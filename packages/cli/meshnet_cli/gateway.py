@@ -150,7 +150,7 @@ async def api_of(trackers: Sequence[str], api: Api) -> AsyncIterator[FastAPI]:
     from meshnet_gateway.text_store import TextStore
 
     clock = SystemClock()
-    tls = None if api.identity is None else api.identity.credentials.client_context()
+    tls = trust.client_tls(api.identity)
     async with AsyncExitStack() as closing:
         client = Trackers(trackers, tls=tls)
         closing.push_async_callback(client.close)

@@ -99,7 +99,7 @@ async def _of_trackers(given: Sequence[str], identity: trust.Identity | None, *,
     from meshnet_gateway.mesh import Mesh
 
     urls = await find_trackers.trackers_for(given, identity, insecure=insecure)
-    tls = None if identity is None else identity.credentials.client_context()
+    tls = trust.client_tls(identity)
     trackers = Trackers(urls, tls=tls)
     mesh = Mesh(trackers, SystemClock(), tls=tls)
     try:

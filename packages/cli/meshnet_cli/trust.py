@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 from meshnet_core.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    import ssl
+
     from meshnet_core.credentials import Credentials
     from meshnet_core.mesh_folder import MeshFolder
 
@@ -101,6 +103,11 @@ def _usable(folder: MeshFolder) -> Credentials:
         name = certificates.common_name(certificate)
         folder.renew(authority.sign(certificates.make_request(folder.key_path.read_bytes(), name), now))
     return folder.credentials()
+
+
+def client_tls(identity: Identity | None) -> ssl.SSLContext | None:
+    """What to dial parts of the mesh with; None for plain HTTP."""
+    return None if identity is None else identity.credentials.client_context()
 
 
 def scheme_of(identity: Identity | None) -> str:

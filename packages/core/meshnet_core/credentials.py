@@ -60,7 +60,7 @@ class Credentials:
 
     def server_context(self, *, optional_client: bool = False) -> ssl.SSLContext:
         """For listening; with ``optional_client`` callers may come without a certificate, but with none of another
-        mesh's, and whoever answers them has to look (`doorkeeper.owner_of`)."""
+        mesh's, and whoever answers them has to look (`secure_site.owner_of_request`)."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_OPTIONAL if optional_client else ssl.CERT_REQUIRED
         context.sslobject_class = WatchedSSLObject

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 from typing import TYPE_CHECKING
 
 from meshnet_core.frames import MAX_CHUNK
@@ -67,8 +67,3 @@ def _chunk_ms(part: Part, facts: ModelFacts, device: str, positions: int) -> flo
     arithmetic = prefill_ms(device, facts, positions) * layers
     last = machine.time(facts, part.start, part.stop) - machine.hop_ms - weights  # the head, for one position
     return machine.hop_ms + max(weights, arithmetic) + max(0.0, last)
-
-
-def is_faster(one: Forecast | None, other: Forecast | None) -> bool:
-    """Whether one answer is decoded faster by ``one``."""
-    return one is not None and one.step_ms < (inf if other is None else other.step_ms)
