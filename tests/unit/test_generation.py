@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from meshnet_core.errors import (
     RequestRefusedError,
 )
 from meshnet_core.frames import Frame, Phase
-from meshnet_core.sampling import SamplingParams
+from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import GenerationRequest
 from meshnet_node.cache_store import SessionKey
 from tiny_models import save_tiny
@@ -190,6 +191,20 @@ async def test_a_dead_node_is_routed_around(llama: Path, expected: list[int]) ->
         assert [token.id for token in tokens] == expected
         assert report["epochs"] == 2
         assert victims[0].removeprefix("http://") not in {hop["node"] for hop in report["route"]}  # type: ignore[attr-defined]
+
+
+async def test_ids_of_another_models_tokenizer_are_not_run(llama: Path) -> None:
+    async with tiny_mesh(llama, ["0-1", "2-3"]) as mesh:
+        served = await mesh.model(MODEL)
+        request = GenerationRequest(MODEL, tuple(PROMPT), 2, SamplingParams(), fingerprint=served.fingerprint)
+        generation = mesh.engine().start(request)
+        assert len([event async for event in generation if isinstance(event, SampledToken)]) == 2
+        await generation.aclose()
+        other = mesh.engine().start(replace(request, fingerprint="not the one"))
+        with pytest.raises(LayersUnavailableError, match="other contents"):
+            await anext(aiter(other))
+        await other.aclose()
+        assert mesh.held_sessions == 0
 
 
 async def test_nobody_covering_ends_in_an_error_that_names_the_layers(llama: Path) -> None:

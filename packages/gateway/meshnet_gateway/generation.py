@@ -18,7 +18,7 @@ from contextlib import aclosing
 
 from meshnet_core.clock import Clock
 from meshnet_core.coverage import ModelSummary
-from meshnet_core.errors import HopFailedError, MeshnetError, RequestRefusedError
+from meshnet_core.errors import HopFailedError, LayersUnavailableError, MeshnetError, RequestRefusedError
 from meshnet_core.frames import MAX_CHUNK, FrameReply
 from meshnet_core.ids import mint_session_id
 from meshnet_core.link_times import LinkTimes
@@ -164,6 +164,11 @@ class Generation:
         request = self._request
         with self._trace.part("model"):
             model = await self._engine.routes.model(request.model)
+        if request.fingerprint not in (None, model.fingerprint):
+            # Token ids of one tokenizer say something else to another model.
+            raise LayersUnavailableError(
+                f"{request.model} is served with other contents since this request came; send it again"
+            )
         if len(request.prompt_ids) + 1 > model.max_positions:
             raise RequestRefusedError(
                 f"the prompt has {len(request.prompt_ids)} tokens; {request.model} takes {model.max_positions} "

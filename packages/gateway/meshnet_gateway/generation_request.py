@@ -24,6 +24,7 @@ class GenerationRequest:
         recovery: how lost state is made again; None takes the engine's way.
         prefix: what it may take from sessions before it and leave to others; None for neither.
         grammar: what the answer is held to; None leaves it free.
+        fingerprint: of the model whose tokenizer made the ids; None takes whichever is served under the name.
     """
 
     model: str
@@ -35,3 +36,4 @@ class GenerationRequest:
     recovery: Replay | None = None
     prefix: PrefixWish | None = None
     grammar: Grammar | None = None
+    fingerprint: str | None = None

@@ -93,6 +93,7 @@ def make_job(
                     recovery=Replay(fields.meshnet.recovery) if fields.meshnet.recovery else None,
                     grammar=grammar,
                     prefix=prefix,
+                    fingerprint=model.fingerprint,
                 )
             )
     return Job(endpoint, fields, model, tuple(requests), sum(map(len, prompts)), shape, reader)
