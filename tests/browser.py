@@ -103,16 +103,16 @@ class Browser:
         (self.pictures / f"{name}.png").write_bytes(base64.b64decode(data))
 
     def hosts(self) -> set[str]:
-        """What has been asked for anything since this was last called, websockets included."""
-        found = set()
+        """Who has been asked for anything over the network since this was last called, websockets included."""
+        asked = []
         for entry in self.driver.get_log("performance"):  # type: ignore[no-untyped-call]
             message = json.loads(entry["message"])["message"]
-            params = message["params"]
             if message["method"] == "Network.requestWillBeSent":
-                found.add(urlsplit(params["request"]["url"]).netloc)
+                asked.append(message["params"]["request"]["url"])
             elif message["method"] == "Network.webSocketCreated":
-                found.add(urlsplit(params["url"]).netloc)
-        return found - {""}  # data: and blob: URLs have none
+                asked.append(message["params"]["url"])
+        urls = [urlsplit(url) for url in asked]
+        return {url.netloc for url in urls if url.scheme not in {"about", "blob", "chrome", "data"}}
 
     def complaints(self) -> list[str]:
         """What the page wrote to the console as an error since this was last called."""

@@ -56,7 +56,7 @@ def board(page: Browser) -> Browser:
 
 def enter(page: Browser, key: str) -> None:
     field = page.one("input[aria-label='API key']")
-    field.clear()
+    field.send_keys(Keys.CONTROL, "a")
     field.send_keys(key, Keys.ENTER)
 
 
@@ -127,7 +127,7 @@ def test_it_is_used_by_keyboard_alone(board: Browser) -> None:
         seen.append(active.get_attribute("aria-label") or active.text)
         if seen[-1] == "Message":
             break
-    assert seen == ["Theme: as the system", "Log out", "Model", "Conversation", "Message"]
+    assert seen == ["Theme: system", "Log out", "Model", "Conversation", "Message"]
     ActionChains(board.driver).send_keys("Say hello.", Keys.ENTER).perform()
     board.until(lambda: bool(board.text(ANSWER)), "it answers")
     board.says("over attic", ".mn-note")

@@ -84,8 +84,10 @@ def test_gaps_and_overlaps(held: list[str], gaps: list[str], overlaps: list[str]
     [({"answers": False}, MachineState.SILENT), ({"gone": True}, MachineState.GONE)],
 )
 def test_who_does_not_answer_leaves_a_gap_at_once(more: dict[str, Any], state: MachineState) -> None:
-    found = picture(node("a", "0-14"), node("b", "15-29", **more))
+    live = (running(("a", "0-14"), ("b", "15-29")),)
+    found = picture(node("a", "0-14"), node("b", "15-29", **more), live=live)
     assert shown(*found.gaps) == ["15-29"]
+    assert not found.rows[1].lit
     assert found.rows[1].state is state
     assert found.expected_tokens_per_s is None
 
@@ -192,7 +194,10 @@ def test_rates_are_bounded() -> None:
 
 
 def test_counts_by_reason_are_summed_over_nodes() -> None:
-    nodes = [node("a", "0-1", dropped={"ttl": 1, "lru": 0}), node("b", "2-3", dropped={"ttl": 2, "bytes": 7})]
+    nodes = [
+        node("a", "0-1", dropped={"ttl": 1, "lru": 0, "released": 9}),
+        node("b", "2-3", dropped={"ttl": 2, "bytes": 7}),
+    ]
     assert list(by_reason(nodes, "dropped").items()) == [("bytes", 7), ("ttl", 3)]
     assert by_reason(nodes, "misses") == {}
 

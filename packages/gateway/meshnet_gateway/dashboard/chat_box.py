@@ -37,9 +37,11 @@ class ChatBox:
             self._question.on("keydown.enter.exact.prevent", self.send)
             self._longest = ui.number(label="Longest answer", value=DEFAULT_TOKENS, min=1, max=MOST_TOKENS, precision=0)
             self._longest.props('outlined dense aria-label="Longest answer, in tokens"').style("width:130px")
-            self._send = ui.button("Send", on_click=self.send).props("unelevated no-caps")
-            self._stop = ui.button("Stop", on_click=self.stop).props("outline no-caps")
-            self._anew = ui.button("New chat", on_click=self.begin_anew).props("flat no-caps")
+            self._send = ui.button("Send", on_click=self.send, color=None).classes("mn-do").props("unelevated no-caps")
+            self._stop = ui.button("Stop", on_click=self.stop, color=None).classes("mn-plain").props("outline no-caps")
+            self._anew = (
+                ui.button("New chat", on_click=self.begin_anew, color=None).classes("mn-plain").props("flat no-caps")
+            )
         self._stop.disable()
         ui.context.client.on_delete(self.stop)  # who has left wants no more of it
 
@@ -114,6 +116,7 @@ class ChatBox:
                     thought.text += one.text
                 elif isinstance(one, Said):
                     said = said or self._say("", "", "Answer")
+                    self._note.text = "Writes ..."
                     said.text += one.text
                     answer.append(one.text)
                     self._to_end()

@@ -51,4 +51,6 @@ def _form(access: Access, address: str, entered: Callable[[Visitor], None]) -> N
         key.props('outlined autofocus autocomplete="off" aria-label="API key"').style("width:100%;margin:12px 0")
         key.on("keydown.enter", enter)
         said = ui.label().classes("mn-bad").props('role="alert"')
-        ui.button("Log in", on_click=enter).props("unelevated no-caps").style("margin-top:8px")
+        ui.button("Log in", on_click=enter, color=None).classes("mn-do").props("unelevated no-caps").style(
+            "margin-top:8px"
+        )

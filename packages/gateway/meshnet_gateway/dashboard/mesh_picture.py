@@ -23,6 +23,9 @@ class MachineState(StrEnum):
     GONE = "gone"  # no longer listed
 
 
+PRESENT = frozenset({MachineState.ANSWERS, MachineState.DRAINING})
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """Layers that a machine holds of one model."""
@@ -34,7 +37,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class MachineRow:
-    """One machine in the picture of one model; ``lit`` are its layers on the routes of live generations."""
+    """One machine in a picture of a model; ``lit``: its layers on the routes of live generations, while it is there."""
 
     name: str
     device: str
@@ -106,7 +109,7 @@ def _picture(
     model: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], running: Sequence[Mapping[str, Any]]
 ) -> ModelPicture:
     rows = tuple(row for node in nodes if (row := _row(model["name"], node, running)).bars)
-    present = [row for row in rows if row.state in {MachineState.ANSWERS, MachineState.DRAINING}]
+    present = [row for row in rows if row.state in PRESENT]
     depth = depths([bar.layers for row in present for bar in row.bars], model["num_layers"])
     ms = model.get("expected_ms_per_token")
     gaps = tuple(layers for layers, holders in depth if holders == 0)
@@ -130,8 +133,11 @@ def _row(model: str, node: Mapping[str, Any], running: Sequence[Mapping[str, Any
         ),
         key=lambda bar: bar.layers,
     )
-    lit = {LayerRange.parse(hop["layers"]) for one in running for hop in one["route"] if hop["node"] == node["node"]}
-    return MachineRow(node["node"], node["device"], state_of(node), tuple(bars), tuple(sorted(lit)))
+    state, lit = state_of(node), set()
+    if state in PRESENT:
+        hops = (hop for one in running for hop in one["route"])
+        lit = {LayerRange.parse(hop["layers"]) for hop in hops if hop["node"] == node["node"]}
+    return MachineRow(node["node"], node["device"], state, tuple(bars), tuple(sorted(lit)))
 
 
 def _live(running: Mapping[str, Any]) -> LiveRoute:

@@ -18,7 +18,7 @@ from meshnet_gateway.dashboard.watch import Watch
 
 REFRESH_S, REDRAW_S = 0.5, 2.0
 STYLE = (Path(__file__).parent / "style.css").read_text()
-_MODES: dict[str, bool | None] = {"Theme: as the system": None, "Theme: light": False, "Theme: dark": True}
+_MODES: dict[str, bool | None] = {"Theme: system": None, "Theme: light": False, "Theme: dark": True}
 
 
 async def show(watch: Watch, chats: ChatSource, access: Access) -> None:
@@ -68,7 +68,7 @@ class Board:
             ui.html("meshnet <small>who holds what, and what runs</small>", tag="h1")
             self._theme(dark)
             if leave:
-                ui.button("Log out", on_click=self._log_out).props("flat no-caps")
+                ui.button("Log out", on_click=self._log_out, color=None).classes("mn-plain").props("flat no-caps")
         self._warning = ui.label().classes("mn-warning").props('role="alert"')
         with ui.element("main").classes("mn-grid"):
             with ui.element("div").classes("mn-side"):
@@ -83,7 +83,7 @@ class Board:
                     self._nodes = ui.html("")
                 with _card("Lost state"), ui.element("div").classes("mn-two"):
                     with ui.element("div"):
-                        ui.html("Evictions", tag="h3")
+                        ui.html("Evicted and dropped", tag="h3")
                         self._dropped = ui.html("")
                     with ui.element("div"):
                         ui.html("Cache misses", tag="h3")
@@ -116,7 +116,7 @@ class Board:
             button.text = after
             dark.value = _MODES[after]
 
-        button = ui.button(names[0], on_click=turn).props("flat no-caps")
+        button = ui.button(names[0], on_click=turn, color=None).classes("mn-plain").props("flat no-caps")
 
     @staticmethod
     def _log_out() -> None:

@@ -133,7 +133,7 @@ def _route(route: LiveRoute) -> str:
         how = f"reads a prompt of {route.prompt_tokens} tokens"
     else:
         speed = f", {route.tokens_per_s:.1f} tokens/s" if route.tokens_per_s is not None else ""
-        how = f"{route.tokens} tokens{speed}"
+        how = f"{route.tokens} {'token' if route.tokens == 1 else 'tokens'}{speed}"
     return f'<li><span class="mn-dot" aria-hidden="true"></span><b>{hops}</b> <small>{how}</small></li>'
 
 

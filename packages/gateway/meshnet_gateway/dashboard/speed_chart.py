@@ -36,7 +36,10 @@ def _options() -> dict[str, Any]:
             "type": "value", "min": -300, "max": 0, "interval": 60, "splitLine": {"show": False},
             **axis, "axisLabel": minutes,
         },
-        "yAxis": {"type": "value", "min": 0, "splitLine": {"lineStyle": {"color": _GREY, "opacity": 0.25}}, **axis},
+        "yAxis": {
+            "type": "value", "min": 0, "splitLine": {"lineStyle": {"color": _GREY, "opacity": 0.25}},
+            **axis, "axisLine": {"show": False}, "axisTick": {"show": False},
+        },
         "series": [
             {
                 "type": "line", "showSymbol": False, "step": "end", "data": [], "color": "#e0901a",

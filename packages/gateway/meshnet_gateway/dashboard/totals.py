@@ -34,10 +34,15 @@ def node_figures(nodes: Iterable[Mapping[str, Any]]) -> tuple[NodeFigures, ...]:
 
 
 def by_reason(nodes: Sequence[Mapping[str, Any]], what: str) -> dict[str, int]:
-    """Counts of ``dropped`` or ``misses`` over all nodes, most frequent first; reasons that never were are left out."""
+    """Counts of ``dropped`` or ``misses`` over all nodes, most frequent first.
+
+    Reasons that never were are left out, and so is what answers that ended left behind in good order.
+    """
     counts: Counter[str] = Counter()
     for node in nodes:
         counts.update(node.get(what) or {})
+    if what == "dropped":
+        counts.pop("released", None)
     return {reason: count for reason, count in counts.most_common() if count}
 
 
