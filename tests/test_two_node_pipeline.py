@@ -185,6 +185,7 @@ async def _alone_then_together(client: MeshClient, prompts: list[tuple[int, ...]
     assert [answer.ids for answer in together] == alone
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_eight_clients_at_once_get_the_answers_they_get_alone(halves: ProcessMesh) -> None:
     system = prompt_of("Remember these rules. " * 20)
