@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.grammar import Grammar
 from meshnet_core.ids import mint_boot_id
 from meshnet_core.layer_range import LayerRange
-from meshnet_core.membership import NodeInfo, Snapshot
+from meshnet_core.membership import NodeInfo, ShardInfo, Snapshot
 from meshnet_core.planning import plan_route
 from meshnet_core.route import Route
 from meshnet_core.sampling import SampledToken, SamplingParams
@@ -66,6 +66,10 @@ class _SleptClock:
         return self._clock.now() + sum(self._slept)
 
 
+def unmeasured(shard: ShardInfo) -> ShardInfo:
+    return replace(shard, decode_ms=None, prefill_ms=None, decode_evidence=None, prefill_evidence=None)
+
+
 @dataclass
 class TinyMesh:
     """The services by URL, in the order of the ranges given."""
@@ -76,6 +80,7 @@ class TinyMesh:
     down: set[str] = field(default_factory=set)
     slept: list[float] = field(default_factory=list)
     backends: list[TorchModelShard] = field(default_factory=list)  # in the order in which nodes were added
+    measured: bool = False  # whether routes follow what was measured: how busy this machine is should not choose them
 
     @property
     def urls(self) -> list[str]:
@@ -90,15 +95,20 @@ class TinyMesh:
                     boot=service.boot,
                     version="test",
                     device="cpu",
-                    shards=tuple(shard.info() for shard in service.shards),
+                    shards=tuple(
+                        shard.info() if self.measured else unmeasured(shard.info()) for shard in service.shards
+                    ),
                     sessions=len(service.store),
-                    links=service.links.told(),
+                    links=service.links.told() if self.measured else (),
                     draining=service.draining,
                 )
                 for url, service in self.services.items()
                 if url not in self.down
             )
         )
+
+    def _told(self, shard: ShardInfo) -> ShardInfo:
+        return shard if self.measured else unmeasured(shard)
 
     async def model(self, name: str) -> ModelSummary:
         return next(model for model in served_models(self.snapshot()) if model.name == name)
@@ -164,11 +174,12 @@ async def tiny_mesh(
     dtype: str = "float32",
     transport: RecordingTransport | None = None,
     text_files: Mapping[str, bytes] | None = None,
+    measured: bool = False,
 ) -> AsyncIterator[TinyMesh]:
     """One node for each of ``ranges`` (inclusive, as people type them), all of the model in ``folder``."""
     torch.set_num_threads(1)
     time = clock or SystemClock()
-    mesh = TinyMesh(transport or RecordingTransport(), {}, time)
+    mesh = TinyMesh(transport or RecordingTransport(), {}, time, measured=measured)
     for index, layers in enumerate(ranges):
         url = f"http://node-{index}"
         add_node(mesh, folder, url, layers, limits, dtype, text_files=text_files)

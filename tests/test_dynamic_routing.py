@@ -73,7 +73,7 @@ def without_links(snapshot: Snapshot) -> Snapshot:
 async def test_overlapping_ranges_with_effective_starts_give_the_unsharded_tokens(
     llama: Path, expected: list[int], ranges: list[str]
 ) -> None:
-    async with tiny_mesh(llama, ranges) as mesh:
+    async with tiny_mesh(llama, ranges, measured=True) as mesh:
         tokens, report = await mesh.answer(PROMPT, COUNT)
         assert [token.id for token in tokens] == expected
         assert report["epochs"] == 1
@@ -130,7 +130,7 @@ async def served_by(mesh: TinyMesh, engine: GenerationEngine, count: int) -> Cou
 
 
 async def test_a_slow_node_loses_all_but_the_exploring_share_and_gets_it_back_when_it_recovers(llama: Path) -> None:
-    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
+    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"], measured=True) as mesh:
         shards = paced(mesh)
         engine = mesh.engine()
         engine.routes = DrawnRoutes(mesh)
@@ -150,7 +150,7 @@ async def test_a_slow_node_loses_all_but_the_exploring_share_and_gets_it_back_wh
 
 async def test_a_node_that_recovered_is_known_again_from_its_own_probes_alone(llama: Path) -> None:
     clock = ManualClock()
-    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
+    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"], measured=True) as mesh:
         shards = paced(mesh)
         for name, shard in shards.items():
             for _ in range(20):
@@ -168,7 +168,7 @@ async def test_a_node_that_recovered_is_known_again_from_its_own_probes_alone(ll
 
 
 async def test_four_hundred_seeded_draws_over_equal_nodes_share_them(llama: Path) -> None:
-    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
+    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"], measured=True) as mesh:
         engine = mesh.engine()
         engine.routes = DrawnRoutes(mesh)
         paced(mesh)
@@ -186,7 +186,7 @@ async def test_four_hundred_seeded_draws_over_equal_nodes_share_them(llama: Path
 
 
 async def test_a_link_measured_slow_sends_traffic_over_another_one(llama: Path) -> None:
-    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
+    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"], measured=True) as mesh:
         paced(mesh)
         engine = mesh.engine()
         engine.routes = DrawnRoutes(mesh)
@@ -201,7 +201,7 @@ async def test_a_link_measured_slow_sends_traffic_over_another_one(llama: Path) 
 
 
 async def test_equal_nodes_share_what_runs_at_once(llama: Path) -> None:
-    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
+    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"], measured=True) as mesh:
         mesh_told = _EqualSpeeds(mesh)
         engine = mesh.engine()
         engine.routes = mesh_told
@@ -230,7 +230,7 @@ async def test_equal_nodes_both_serve_on_real_processes(llama: Path, tmp_path: P
 
 
 async def test_a_join_is_used_by_the_next_answer_where_it_promises_to_be_faster(llama: Path) -> None:
-    async with tiny_mesh(llama, ["0-1", "2-3"]) as mesh:
+    async with tiny_mesh(llama, ["0-1", "2-3"], measured=True) as mesh:
         paced(mesh)["node-1"].decode_pace_ms = 5.0
         engine = mesh.engine()
         engine.routes = DrawnRoutes(mesh)
@@ -245,7 +245,7 @@ async def test_a_join_is_used_by_the_next_answer_where_it_promises_to_be_faster(
 async def test_a_join_is_used_and_a_drain_a_leave_and_a_death_are_survived_in_mid_answer(
     llama: Path, expected: list[int]
 ) -> None:
-    async with tiny_mesh(llama, ["0-1", "2-3"]) as mesh:
+    async with tiny_mesh(llama, ["0-1", "2-3"], measured=True) as mesh:
         made = 0
 
         def change(*_: object) -> None:
