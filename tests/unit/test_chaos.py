@@ -125,7 +125,7 @@ async def check(mix: Mix, folder: Path, count: int, seed: int) -> tuple[Counter[
     save_tiny(mix.family, folder)
     expected = await expected_answers(folder, mix.ranges)
     transport = ChaosTransport(seed)
-    async with tiny_mesh(folder, mix.ranges, limits=HOLDING, transport=transport) as mesh:
+    async with tiny_mesh(folder, mix.ranges, limits=HOLDING, transport=transport, measured=True) as mesh:
         todo = requests(count)
         answers, done = await storm(mesh, todo)
         for request, answer in zip(todo, answers, strict=True):
