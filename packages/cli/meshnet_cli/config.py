@@ -15,8 +15,6 @@ import typer
 
 from meshnet_cli import options, settings
 
-PIPED_WIDTH = 160
-
 
 @dataclass(frozen=True)
 class Row:
@@ -52,7 +50,7 @@ def config(
     for row in shown:
         value = "" if row.value is None else str(row.value)
         table.add_row(row.command, f"--{row.option}", value, row.origin, " ".join(row.variables))
-    Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else options.PIPED_WIDTH).print(table)
 
 
 def rows(root: Any, path: Path | None) -> Iterator[Row]:

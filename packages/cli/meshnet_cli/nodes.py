@@ -15,7 +15,6 @@ from meshnet_cli.find_trackers import NO_NODES
 from meshnet_cli.mesh_source import Source
 from meshnet_cli.status import megabytes
 
-PIPED_WIDTH = 160  # columns, where nobody's terminal says how many
 COLUMNS = ("node", "model", "layers", "device", "dtype", "ms per layer", "sessions", "cache", "state")
 
 
@@ -43,7 +42,7 @@ def nodes(
     table = Table(*COLUMNS)
     for row in rows(found):
         table.add_row(*row)
-    Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else options.PIPED_WIDTH).print(table)
 
 
 def rows(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:

@@ -17,6 +17,7 @@ FIRST_NODE_PORT = 7410
 DEFAULT_GATEWAY_PORT = 8000
 DEFAULT_STEP_DEADLINE_S = 60.0
 LOOPBACK = "127.0.0.1"
+PIPED_WIDTH = 160  # columns of a table, where no terminal says how many
 DEFAULT_API_URL = f"http://{LOOPBACK}:{DEFAULT_GATEWAY_PORT}/v1"
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from meshnet_core.route_explanation import RouteExplanation, Speed
 
-PIPED_WIDTH = 160  # columns, where nobody's terminal says how many
-
 
 def route(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Name under which the mesh serves it.")],
@@ -68,7 +66,7 @@ def route(
 def _show(told: RouteExplanation) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else options.PIPED_WIDTH)
     console.print(f"{told.route}   {told.ms_per_token:.2f} ms for each token of an answer of {told.demand.answer}")
     console.print(
         f"to a prompt of {told.demand.prompt}, whose prefill is shared out over them; whom a gateway blames, and its "
