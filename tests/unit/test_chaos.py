@@ -134,7 +134,6 @@ async def check(mix: Mix, folder: Path, count: int, seed: int) -> tuple[Counter[
         assert mesh.held_sessions == 0
         for service in mesh.services.values():
             assert service.store.nbytes == service.store.prefixes.nbytes
-        assert done["reused"]
     return transport.faults, done
 
 
@@ -158,4 +157,5 @@ async def test_1000_generations_in_a_storm_are_all_right(mix: Mix, tmp_path: Pat
     print(name(mix), dict(faults), dict(done))
     assert all(faults.values())
     assert done["Retry"]
+    assert done["reused"]  # of sixty, measured routes may lead each past what another node holds
     assert done["RePrefill"] + done["Reroute"]
