@@ -12,6 +12,7 @@ import torch
 from meshnet_core.errors import BadFrameError, CacheMissError, HopFailedError, InvalidInputError, MissReason
 from meshnet_core.frames import MAX_CHUNK
 from meshnet_core.layer_range import LayerRange
+from meshnet_node.growing_cache import rows_for
 from meshnet_node.layer_slicing import LayerView
 from meshnet_node.model_backend import ForwardCancelledError, ShardBackend, ShardResult, ShardWork, TorchModelShard
 from meshnet_node.session_state import SessionState
@@ -217,7 +218,7 @@ def test_a_short_session_is_not_charged_for_a_whole_window(models: Models) -> No
     empty = shard.state_bytes(0, 0)
     assert empty < per_position
     assert shard.state_bytes(0, 3) == empty + 3 * per_position
-    assert shard.state_bytes(0, 500) == shard.state_bytes(0, 10_000) == empty + (11 + MAX_CHUNK) * per_position
+    assert shard.state_bytes(0, 500) == shard.state_bytes(0, 10_000) == empty + rows_for(11 + MAX_CHUNK) * per_position
 
 
 def test_a_state_knows_every_tensor_of_the_cache_and_counts_storage_once(models: Models) -> None:

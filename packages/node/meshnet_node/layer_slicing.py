@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.family_support import Family
+from meshnet_node.growing_cache import let_grow
 
 _PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"})
@@ -95,7 +96,7 @@ class LayerView:
 
     def new_cache(self) -> DynamicCache:
         """An empty cache of just this view's layers."""
-        return self._new_cache(self.config)
+        return let_grow(self._new_cache(self.config))
 
     def forward(
         self,

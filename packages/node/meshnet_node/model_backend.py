@@ -29,6 +29,7 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node.device_choice import DTYPES, dtype_name
 from meshnet_node.device_memory import give_back
 from meshnet_node.family_support import Family, check_split
+from meshnet_node.growing_cache import rows_for
 from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.session_state import SessionState, tensors_of_each_layer, walk_tensors
 
@@ -159,7 +160,7 @@ class _LayerCost:
     def after(self, positions: int) -> int:
         """An upper bound: until the next frame a window is a view of all that the last one brought."""
         held = positions if self.window is None else min(positions, self.window + MAX_CHUNK)
-        return self.fixed + self.per_position * held
+        return self.fixed + self.per_position * rows_for(held)
 
 
 class TorchModelShard:

@@ -1,0 +1,160 @@
+"""Cache slots of attention layers that write new positions in place instead of copying the old ones for each token.
+
+transformers' dynamic slots concatenate: every step copies all keys and values of the session, in every layer. These
+hold them in tensors with room to spare behind the last position,
+
+    room   [k k k k k . .]      keys is a view of the first five; a step writes one row and makes the view longer
+
+and copy them only when that is full, to one with a sixteenth more: each position is copied some sixteen times in all,
+however long the session. A sliding window is a view that moves through such a tensor. Cutting back makes the view
+shorter. Knows nothing of sessions or of what is held for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+_SPARE = 16
+
+
+def rows_for(positions: int) -> int:
+    """The most rows that a slot holds memory for when it has come to ``positions`` and was never cut back."""
+    return positions + positions // _SPARE
+
+
+def let_grow(cache: DynamicCache) -> DynamicCache:
+    """``cache``, still empty, with the slots that concatenate replaced; those of other kinds stay as they are."""
+    cache.layers = [_growing(layer) for layer in cache.layers]
+    return cache
+
+
+def _growing(layer: Any) -> Any:
+    if type(layer) is DynamicLayer:
+        return GrowingLayer()
+    if type(layer) is DynamicSlidingWindowLayer:
+        return GrowingWindowLayer(layer.sliding_window)
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return GrowingHybridLayer(layer.number_of_states)
+    if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+        return GrowingHybridWindowLayer(layer.sliding_window, layer.number_of_states)
+    return layer
+
+
+class _Room:
+    """The tensor that a slot's keys, or values, are a view of, and may be made longer in.
+
+    Not copied with the slot: what copies a cache makes compact tensors of the views, and one room is written by one
+    slot alone. It has no ``__dict__``, so that who looks for a cache's tensors finds the view, whose storage this is.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held: torch.Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Room:
+        return _Room()
+
+    def append(self, before: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Positions ``before`` and ``new`` behind one another, as a view.
+
+        Args:
+            before: what this gave the last time, or a cut of its positions; or any tensor, which is then copied. One
+                without four dimensions holds none.
+            new: ``[batch, heads, count, head_dim]``.
+        """
+        length, count = before.shape[-2] if before.dim() == 4 else 0, new.shape[-2]
+        held = self._held
+        if length and held is not None and before.untyped_storage().data_ptr() == held.untyped_storage().data_ptr():
+            start = before.storage_offset() // new.shape[-1]
+        else:
+            held, start = None, 0
+        end = start + length
+        if held is None or end + count > held.shape[-2]:
+            rows = rows_for(length + count)
+            held = new.new_empty((*new.shape[:-2], rows, new.shape[-1]))
+            if length:
+                held[:, :, :length] = before
+            self._held, start, end = held, 0, length
+        held[:, :, end : end + count] = new
+        return held[:, :, start : end + count]
+
+    def clear(self) -> None:
+        """Let go of the tensor."""
+        self._held = None
+
+
+class _Grows:
+    """What the slots below have in common; goes before transformers' class, whose ``update`` it replaces."""
+
+    keys: Any
+    values: Any
+    is_initialized: bool
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._key_room, self._value_room = _Room(), _Room()
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)  # type: ignore[attr-defined]
+        return self._key_room.append(self.keys, keys), self._value_room.append(self.values, values)
+
+    def reset(self) -> None:
+        """See transformers' ``CacheLayerMixin``."""
+        super().reset()  # type: ignore[misc]
+        self._key_room.clear()
+        self._value_room.clear()
+
+
+class _GrowsWhole(_Grows):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in new positions, ``[batch, heads, count, head_dim]`` each; all keys and values, as views."""
+        self.keys, self.values = self._append(key_states, value_states)
+        return self.keys, self.values
+
+
+class _GrowsWindow(_Grows):
+    sliding_window: int
+    cumulative_length: int
+    record_past: bool
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in new positions; all keys and values that they may see, as views."""
+        keys, values = self._append(key_states, value_states)
+        count, kept = key_states.shape[-2], self.sliding_window - 1
+        self.cumulative_length += count
+        if not self.record_past:
+            self.keys, self.values = keys[:, :, -kept:], values[:, :, -kept:]
+            return keys, values
+        self.keys, self.values = keys, values  # until `crop` is called, which cuts them to the window
+        return keys[:, :, -(kept + count) :], values[:, :, -(kept + count) :]
+
+
+class GrowingLayer(_GrowsWhole, DynamicLayer):  # type: ignore[no-untyped-call]
+    """Attention over everything."""
+
+
+class GrowingWindowLayer(_GrowsWindow, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    """Attention over a sliding window."""
+
+
+class GrowingHybridLayer(_GrowsWhole, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, no-untyped-call, override]
+    """Attention over everything, beside recurrent states."""
+
+
+class GrowingHybridWindowLayer(_GrowsWindow, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc, no-untyped-call, override]
+    """Attention over a sliding window, beside recurrent states."""
