@@ -38,7 +38,7 @@ from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
 from meshnet_core.tracker_client import TrackerClient
-from meshnet_gateway.epoch_steps import CHUNKS_IN_FLIGHT
+from meshnet_gateway.chunk_choice import LEAST_IN_FLIGHT
 from meshnet_node import torch_server
 
 SPLITS = {2: ("0-14", "15-29"), 3: ("0-9", "10-19", "20-29")}
@@ -66,7 +66,7 @@ class Keeper:
         in_flight: deque[asyncio.Task[FrameReply]] = deque()
         for start in range(0, len(tokens), MAX_CHUNK):
             chunk = tokens[start : start + MAX_CHUNK]
-            if len(in_flight) == CHUNKS_IN_FLIGHT:
+            if len(in_flight) == LEAST_IN_FLIGHT:
                 await in_flight.popleft()
             frame = self._frame(
                 0, Phase.PREFILL, start, len(chunk), int(start + len(chunk) == len(tokens)), _ids(chunk)

@@ -29,13 +29,21 @@ from meshnet_gateway.prefix_reuse import PrefixWish
 
 
 class WatchedTransport(HttpTransport):
-    """The gateway's transport; keeps what the hops told of each decode step, and how long the step took here."""
+    """The gateway's transport; keeps what the hops told of each decode step, and how long the step took here.
+
+    Attributes:
+        steps: milliseconds of each decode step, with its reply.
+        chunks: positions of each frame of a prefill.
+    """
 
     def __init__(self) -> None:
         super().__init__(SystemClock())
         self.steps: list[tuple[float, FrameReply]] = []
+        self.chunks: list[int] = []
 
     async def forward(self, url: str, frame: Frame) -> FrameReply:
+        if frame.phase is not Phase.DECODE:
+            self.chunks.append(frame.seq_len)
         began = time.perf_counter()
         reply = await super().forward(url, frame)
         if frame.phase is Phase.DECODE:
@@ -63,12 +71,14 @@ class MeshSystem:
     async def run(self, prompt: Sequence[int], new_tokens: int, prefix: PrefixWish | None = None) -> Run:
         """See `System`; the cached path. ``prefix``: what it may take from answers before it, and leave."""
         self._transport.steps.clear()
+        self._transport.chunks.clear()
         times, tokens, report = await self._generate(prompt, new_tokens, cache=True, prefix=prefix)
         facts = {
             "bytes_per_step": report.get("bytes_per_step"),
             "mode": report["mode"],
             "epochs": report["epochs"],
             "cached_tokens": report["cached_tokens"],
+            "chunks": list(self._transport.chunks),
             "step_ms": where_a_step_goes(self._transport.steps, times),
         }
         return Run(TokenTimes(tuple(times)), tuple(tokens), facts)
@@ -112,13 +122,16 @@ class MeshSystem:
 
 
 @asynccontextmanager
-async def mesh_system(name: str, model: str, processes: MeshProcesses) -> AsyncIterator[MeshSystem]:
-    """An engine over a running mesh, with connections of its own."""
+async def mesh_system(
+    name: str, model: str, processes: MeshProcesses, *, measured: bool = True
+) -> AsyncIterator[MeshSystem]:
+    """An engine over a running mesh, with connections of its own; without ``measured`` chunks are as long as may be."""
     clock = SystemClock()
     client, transport = TrackerClient(processes.tracker_url), WatchedTransport()
     mesh = Mesh(client, clock)
     try:
-        yield MeshSystem(name, model, processes, GenerationEngine(mesh, transport, clock), transport)
+        engine = GenerationEngine(mesh, transport, clock, measured=mesh.snapshot if measured else None)
+        yield MeshSystem(name, model, processes, engine, transport)
     finally:
         await transport.close()
         await mesh.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.figures import WINDOW, Spread, TokenTimes, agreement, rate, ratios
+from benchmarks.figures import WINDOW, Interval, Spread, TokenTimes, agreement, paired, rate, ratios
 
 
 def ticking(seconds: list[float], first: float = 1.0) -> TokenTimes:
@@ -70,3 +70,28 @@ def test_agreement_counts_tokens_up_to_the_first_that_differs() -> None:
 
 def test_a_rate_of_no_time_is_no_division_by_zero() -> None:
     assert rate([1.0, 1.0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("repeats", "low", "high", "confidence"),
+    [(1, 0, 0, 0.0), (3, 0, 2, 0.75), (6, 0, 5, 0.96875), (9, 1, 7, 1 - 20 / 512), (20, 5, 14, 0.9586)],
+)
+def test_an_interval_goes_inwards_as_far_as_its_confidence_allows(
+    repeats: int, low: float, high: float, confidence: float
+) -> None:
+    found = Interval.of(map(float, reversed(range(repeats))))
+    assert (found.median, found.low, found.high, found.repeats) == ((repeats - 1) / 2, low, high, repeats)
+    assert found.confidence == pytest.approx(confidence, abs=1e-4)
+
+
+def test_a_target_is_met_when_the_interval_reaches_it() -> None:
+    found = Interval.of([0.58, 0.62, 0.65])
+    assert (found.at_most(0.6), found.at_most(0.57)) == (True, False)
+    assert (found.at_least(0.65), found.at_least(0.66)) == (True, False)
+    assert found.shown() == "0.62 (0.58 to 0.65 at 0.75)"
+    with pytest.raises(ValueError, match="interval"):
+        Interval.of([])
+
+
+def test_ratios_pair_up_repeat_by_repeat() -> None:
+    assert paired([1.0, 4.0], [2.0, 4.0]) == [0.5, 1.0]

@@ -163,7 +163,13 @@ async def api_of(trackers: Sequence[str], api: Api) -> AsyncIterator[FastAPI]:
         session = await closing.enter_async_context(aiohttp.ClientSession(connector=connector))
         traced = await closing.enter_async_context(tracing.tracing_to(api.traces, clock))
         engine = GenerationEngine(
-            mesh, transport, clock, recovery=api.recovery, step_deadline_s=api.step_deadline_s, tracing=traced
+            mesh,
+            transport,
+            clock,
+            measured=mesh.snapshot,
+            recovery=api.recovery,
+            step_deadline_s=api.step_deadline_s,
+            tracing=traced,
         )
         app = create_app(engine, TextStore(mesh, session), mesh, room=engine.room, keys=api.keys)
         if traced is not None:

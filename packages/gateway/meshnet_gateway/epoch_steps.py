@@ -16,10 +16,10 @@ from meshnet_core.frames import Frame, FrameReply, Phase
 from meshnet_core.link_times import LinkTimes
 from meshnet_core.route import Route
 from meshnet_core.transport import HopTransport
+from meshnet_gateway.chunk_choice import LEAST_IN_FLIGHT
 from meshnet_gateway.generation_trace import NO_TRACE, GenerationTrace
 from meshnet_gateway.mending import Mending
 
-CHUNKS_IN_FLIGHT = 2  # one runs on the first hop while the one before it runs on the next
 REPLAYS_IN_FLIGHT = 4  # single positions are little work; a hop queues as many frames of one session
 
 
@@ -60,7 +60,7 @@ class EpochSteps:
         self._trace = trace
 
     async def prefill(
-        self, frames: Iterable[Frame], total: int, told_every: int
+        self, frames: Iterable[Frame], total: int, told_every: int, in_flight: int = LEAST_IN_FLIGHT
     ) -> AsyncGenerator[PrefillProgress | FrameReply]:
         """Send all frames, several in flight; progress now and then, then the last reply.
 
@@ -68,28 +68,29 @@ class EpochSteps:
             frames: in order, at least one.
             total: positions that they lead to.
             told_every: positions between two tidings of the progress of single ones.
+            in_flight: chunks under way at once.
         """
         told = 0
-        in_flight: deque[tuple[int, asyncio.Task[FrameReply]]] = deque()
+        under_way: deque[tuple[int, asyncio.Task[FrameReply]]] = deque()
         try:
             for frame in frames:
                 end = frame.position + frame.seq_len
-                while len(in_flight) >= (REPLAYS_IN_FLIGHT if frame.phase is Phase.DECODE else CHUNKS_IN_FLIGHT):
-                    done, task = in_flight.popleft()
+                while len(under_way) >= (REPLAYS_IN_FLIGHT if frame.phase is Phase.DECODE else in_flight):
+                    done, task = under_way.popleft()
                     await task
                     if frame.phase is not Phase.DECODE or done >= told + told_every:
                         told = done
                         yield PrefillProgress(done, total)
-                in_flight.append((end, asyncio.create_task(self.send(frame))))
-            while in_flight:
-                done, task = in_flight.popleft()
+                under_way.append((end, asyncio.create_task(self.send(frame))))
+            while under_way:
+                done, task = under_way.popleft()
                 reply = await task
                 yield PrefillProgress(done, total)
             yield reply
         finally:
-            for _, task in in_flight:
+            for _, task in under_way:
                 task.cancel()
-            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
+            await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
 
     async def send(self, frame: Frame) -> FrameReply:
         """The reply to a frame; where recovery says so, the identical one is sent again."""

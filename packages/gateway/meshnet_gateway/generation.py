@@ -22,9 +22,12 @@ from meshnet_core.errors import HopFailedError, LayersUnavailableError, MeshnetE
 from meshnet_core.frames import MAX_CHUNK, FrameReply
 from meshnet_core.ids import mint_session_id
 from meshnet_core.link_times import LinkTimes
+from meshnet_core.membership import Snapshot
+from meshnet_core.route import Route
 from meshnet_core.sampling import SampledToken
 from meshnet_core.transport import HopTransport
 from meshnet_gateway.blame import BlameMemory
+from meshnet_gateway.chunk_choice import PrefillCut, choose_cut, stages_of
 from meshnet_gateway.epoch_frames import EpochFrames
 from meshnet_gateway.epoch_steps import EpochSteps, PrefillProgress
 from meshnet_gateway.generation_report import GenerationReport
@@ -53,7 +56,8 @@ class GenerationEngine:
         transport: reaches the hops.
         clock: measures.
         step_deadline_s: time for one step, all hops together.
-        chunk: positions in one prefill frame, at most `MAX_CHUNK`.
+        chunk: positions in one prefill frame, at most; no more than `MAX_CHUNK`.
+        measured: what is known of the nodes: prefills over several hops are cut by it, and else as long as may be.
         recovery: how lost state is made again, where a request does not say.
         sleep: waits, in seconds, before another attempt.
         room: where generations wait until nodes have room for them; one of its own if not given.
@@ -68,6 +72,7 @@ class GenerationEngine:
         *,
         step_deadline_s: float = 60.0,
         chunk: int = MAX_CHUNK,
+        measured: Callable[[], Awaitable[Snapshot]] | None = None,
         recovery: Replay = Replay.FAST,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         room: WaitingRoom | None = None,
@@ -78,6 +83,7 @@ class GenerationEngine:
         self.clock = clock
         self.step_deadline_ms = int(1000 * step_deadline_s)
         self.chunk = min(chunk, MAX_CHUNK)
+        self.measured = measured
         self.recovery = recovery
         self.blame = BlameMemory(clock)
         self.links = LinkTimes(clock)  # to the nodes that were first hops
@@ -109,6 +115,7 @@ class Generation:
         self._request = request
         self._arrival = next(engine.arrivals)
         self._answer: list[int] = []
+        self._cut: PrefillCut | None = None  # of the newest prefill
         self._calls = HopCalls(self.session, engine.transport, engine.sleep)
         self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
         exact = (request.recovery or engine.recovery) is Replay.EXACT
@@ -214,7 +221,7 @@ class Generation:
             cache=not self._mending.stateless,
             protocol=route.protocol,
         )
-        async with aclosing(self._first_step(steps, frames)) as events:
+        async with aclosing(self._first_step(steps, frames, route)) as events:
             async for event in events:
                 if isinstance(event, FrameReply):
                     reply = event
@@ -238,24 +245,40 @@ class Generation:
                 frame = frames.decode(self._length - 1, self._answer[-1])
             reply = await steps.send(frame)
 
-    async def _first_step(self, steps: EpochSteps, frames: EpochFrames) -> AsyncGenerator[PrefillProgress | FrameReply]:
+    async def _first_step(
+        self, steps: EpochSteps, frames: EpochFrames, route: Route
+    ) -> AsyncGenerator[PrefillProgress | FrameReply]:
         """Prompt and answer so far, up to the reply with the token after them."""
         prompt, answer = self._request.prompt_ids, self._answer
         if self._mending.stateless:
             yield await steps.send(frames.whole((*prompt, *answer)))
             return
         replay = self._request.recovery or self._engine.recovery
-        prefill = frames.prefill(
-            prompt, answer, self._engine.chunk, replay, begin=self._prefix.begin, cuts=self._prefix.cuts
-        )
+        if self._cut is None or replay is not Replay.EXACT:
+            self._cut = await self._cut_for(route)
+        chunk = self._cut.chunk
+        prefill = frames.prefill(prompt, answer, chunk, replay, begin=self._prefix.begin, cuts=self._prefix.cuts)
         with self._trace.part("prefill"):
-            async with aclosing(steps.prefill(prefill, self._length, self._engine.chunk)) as events:
+            async with aclosing(steps.prefill(prefill, self._length, chunk, self._cut.in_flight)) as events:
                 async for event in events:
                     if isinstance(event, FrameReply):
                         reply = event
                     else:
                         yield event
         yield reply
+
+    async def _cut_for(self, route: Route) -> PrefillCut:
+        """How the prefill of prompt and answer so far is cut, by what is known of the route's nodes now."""
+        engine, most = self._engine, PrefillCut(self._engine.chunk)
+        if engine.measured is None or len(route.hops) == 1:
+            return most
+        try:
+            snapshot = await engine.measured()
+        except MeshnetError:
+            return most
+        entry_ms = {link.node_id: link.rtt_ms for link in engine.links.told()}
+        stages = stages_of(route, snapshot, entry_ms)
+        return choose_cut(stages, self._length - self._prefix.begin, engine.chunk)
 
     def _accept(self, reply: FrameReply) -> SampledToken | None:
         """The token that a step gave; None if it ends the answer."""
