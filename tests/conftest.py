@@ -1,8 +1,19 @@
-"""What holds for every test: the settings of whoever runs them do not reach in."""
+"""What holds for every test: the settings of whoever runs them do not reach in, and no example is too slow.
+
+Property tests draw the same examples every time, so that a change is told by what it changes; to look for new ones:
+``pytest --hypothesis-profile=explore tests/property``.
+"""
 
 from __future__ import annotations
 
 import os
+
+from hypothesis import HealthCheck, settings
+
+# A busy machine makes examples slow: neither a deadline nor a health check may speak of it.
+settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", settings.get_profile("steady"), derandomize=False, print_blob=True)
+settings.load_profile("steady")
 
 for name in ("MESHNET_API_KEY", "MESHNET_DEBUG", "MESHNET_LOG", "MESHNET_LOG_FORMAT"):
     os.environ.pop(name, None)

@@ -44,7 +44,7 @@ class MeshnetProcess:
     def children(self) -> list[psutil.Process]:
         return list(psutil.Process(self.process.pid).children(recursive=True))
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Send a signal and wait for the exit code."""
         self.process.send_signal(number)
         return self.process.wait(seconds)
@@ -69,13 +69,13 @@ def running(
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(15)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
-def run(*arguments: str, stdin: str = "", seconds: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, stdin: str = "", seconds: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``meshnet`` to its end."""
     return subprocess.run(
         [*MESHNET, *arguments],
@@ -88,7 +88,7 @@ def run(*arguments: str, stdin: str = "", seconds: float = 60, **environment: st
     )
 
 
-def wait_until(done: Callable[[], bool], seconds: float = 20) -> None:
+def wait_until(done: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, "it did not come to that in time"

@@ -56,7 +56,7 @@ class Host:
     _children: Children | None = None
     _running: dict[str, Child] = field(default_factory=dict)
 
-    def meshnet(self, *arguments: str, seconds: float = 60) -> str:
+    def meshnet(self, *arguments: str, seconds: float = 240) -> str:
         """Run a ``meshnet`` command on this host to its end; what it wrote to stdout."""
         done = subprocess.run(
             [*self._command, *arguments],

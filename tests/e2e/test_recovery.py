@@ -21,6 +21,7 @@ from recovery_client import (
     LAYERS,
     QUESTION,
     SHORT_S,
+    SLACK_S,
     TAILS,
     Answer,
     at_token,
@@ -158,7 +159,7 @@ async def test_a_node_that_is_told_to_stop_hands_its_session_over(fleet: NodeFle
         assert (event["error"], event["action"], event["node"]) == ("draining", "Reroute", leaving)
         assert 6 <= event["after_tokens"] < COUNT
         assert leaving not in answer.nodes
-    assert await asyncio.to_thread(fleet.ended, leaving, 20) == 0
+    assert await asyncio.to_thread(fleet.ended, leaving, 60) == 0
     await soon_empty(fleet)
 
 
@@ -184,7 +185,7 @@ async def test_of_two_hops_the_one_that_hangs_is_blamed(fleet: NodeFleet, half: 
         assert answer.report["epochs"] == 2
         assert hung not in answer.nodes
         assert time.monotonic() - began < 10 * SHORT_S
-    await soon_empty(fleet, 10.0)  # what was said to it while it hung, it hears now
+    await soon_empty(fleet)  # what was said to it while it hung, it hears now
 
 
 async def test_dropped_connections_cost_a_retry_and_no_prefill(fleet: NodeFleet) -> None:
@@ -193,24 +194,19 @@ async def test_dropped_connections_cost_a_retry_and_no_prefill(fleet: NodeFleet)
         expected = await undisturbed(client)
         async with tcp_relay(fleet.ports["head-a"]) as to_head, tcp_relay(fleet.ports["tail-a"]) as to_tail:
             client.routes.at = {"head-a": to_head.url, "tail-a": to_tail.url}
-            done = asyncio.Event()
             cuts: list[int] = []
 
-            async def cut() -> None:
-                while not done.is_set():
-                    await asyncio.sleep(0.2 + 0.4 * chance.random())
-                    cuts.append(chance.choice((to_head, to_tail)).cut())
+            async def cut(_: Generation, made: int) -> None:
+                """After every third token: between two steps, or somewhere in the next one."""
+                if made % 3 == 0:
+                    relay, loop = (to_head, to_tail)[made // 3 % 2], asyncio.get_running_loop()
+                    loop.call_later(chance.choice((0.0, 0.03 * chance.random())), lambda: cuts.append(relay.cut()))
 
-            cutting = asyncio.create_task(cut())
-            try:
-                answer = await client.answer(names=("head-a", "tail-a"))
-            finally:
-                done.set()
-                await cutting
+            answer = await client.answer(during=cut, names=("head-a", "tail-a"))
             assert answer.ids == expected
             assert answer.report["epochs"] == 1
             assert {event["action"] for event in answer.recoveries} <= {"Retry"}
-            assert sum(cuts[:-1]) >= 3
+            assert sum(cuts) >= 3
             assert to_head.connections + to_tail.connections > 3
     await soon_empty(fleet)
 
@@ -243,5 +239,5 @@ async def test_with_nobody_covering_the_missing_layers_are_named_in_time(fleet: 
     async with client_of(fleet) as client:
         with pytest.raises(LayersUnavailableError, match="15-29"):
             await client.answer(deadline_s=SHORT_S, during=at_token(7, kill), names=("head-a", "tail-a"))
-        assert time.monotonic() - killed_at[0] < SHORT_S + 1.0
+        assert time.monotonic() - killed_at[0] < SHORT_S + SLACK_S
         assert (await sessions(fleet))["head-a"] == 0

@@ -15,12 +15,13 @@ import pytest
 
 from api_stream import Streamed, error_at_end, stream, whole
 from node_fleet import GATEWAY, NodeFleet, node_fleet
-from recovery_client import COUNT, LAYERS, PATIENT_S, QUESTION, SHORT_S, TAILS, sessions, soon_empty
+from recovery_client import COUNT, LAYERS, PATIENT_S, QUESTION, SHORT_S, SLACK_S, TAILS, sessions, soon_empty
 from smollm2 import gguf_path
 
 pytestmark = [pytest.mark.real_model, pytest.mark.long, pytest.mark.timeout(1200)]
 
 GREEDY = {"temperature": 0, "max_tokens": COUNT}
+LONGER = GREEDY | {"max_tokens": 3 * COUNT}  # what is done to nodes at some token is done in mid-answer
 LEAVERS, PREFILLING = 50, 10
 STORY = "Tell a very long story of a lighthouse, in many chapters."
 LONG_PROMPT = "Remember this: copper conducts, iron rusts, glass breaks. " * 170  # some 2,400 tokens, ten chunks
@@ -45,7 +46,7 @@ async def streamed(
 async def test_4_kills_under_a_stream_are_noticed_by_nobody(fleet: NodeFleet) -> None:
     chance = random.Random(4)
     api = await asyncio.to_thread(fleet.start_gateway, "--step-deadline", str(PATIENT_S))
-    calm = Streamed.of([line async for line in stream(api, QUESTION, **GREEDY)])
+    calm = Streamed.of([line async for line in stream(api, QUESTION, **LONGER)])
     assert (calm.finish, calm.report["epochs"]) == ("length", 1)
     for _ in range(4):
         moment, which = chance.randrange(1, COUNT - 4), chance.randrange(2)
@@ -55,7 +56,7 @@ async def test_4_kills_under_a_stream_are_noticed_by_nobody(fleet: NodeFleet) ->
             killed.append([name for name, held in (await sessions(fleet)).items() if held][which])
             fleet.kill(killed[0])
 
-        answer = Streamed.of(await streamed(api, moment + 1, kill, **GREEDY))
+        answer = Streamed.of(await streamed(api, moment + 1, kill, **LONGER))
         assert (answer.text, answer.finish) == (calm.text, calm.finish)
         assert answer.report["epochs"] >= 2
         await asyncio.to_thread(fleet.start_again, *killed)
@@ -71,8 +72,8 @@ async def test_a_stream_that_nobody_can_go_on_with_ends_in_an_error_object(fleet
             fleet.kill(name)
         killed_at.append(time.monotonic())
 
-    lines = await streamed(api, 6, kill, **GREEDY)
-    assert time.monotonic() - killed_at[0] < SHORT_S + 1.0
+    lines = await streamed(api, 6, kill, **LONGER)
+    assert time.monotonic() - killed_at[0] < SHORT_S + SLACK_S
     error = error_at_end(lines)
     assert (error["code"], error["type"]) == ("layers_unavailable", "server_error")
     assert "15-29" in error["message"]
@@ -90,7 +91,7 @@ async def test_an_answer_in_one_piece_that_nobody_can_go_on_with_is_an_error_obj
         fleet.kill(name)
     killed_at = time.monotonic()
     status, document = await asked
-    assert time.monotonic() - killed_at < SHORT_S + 1.0
+    assert time.monotonic() - killed_at < SHORT_S + SLACK_S
     assert status == 503
     assert (document["error"]["code"], document["error"]["type"]) == ("layers_unavailable", "server_error")
     assert "15-29" in document["error"]["message"]
@@ -138,7 +139,7 @@ async def test_a_gateway_that_is_told_to_stop_says_so_to_its_streams(fleet: Node
     lines = await streamed(api, 4, lambda: fleet.signal(GATEWAY, signal.SIGTERM), STORY, temperature=0, max_tokens=4000)
     error = error_at_end(lines)
     assert (error["code"], error["type"]) == ("gateway_stopping", "server_error")
-    assert await asyncio.to_thread(fleet.ended, GATEWAY, 20) == 0
+    assert await asyncio.to_thread(fleet.ended, GATEWAY, 60) == 0
     await soon_empty(fleet)
 
 
@@ -148,12 +149,12 @@ async def test_a_gateway_that_is_told_to_stop_says_so_to_its_streams(fleet: Node
 async def test_exact_recovery_in_bfloat16_gives_the_very_tokens_and_logprobs(tmp_path: Path) -> None:
     """With the option as people give it; the head is killed, then the tail, each twice."""
     gguf_path()
-    wanted = {**GREEDY, "logprobs": True, "top_logprobs": 0}
+    wanted = {**LONGER, "logprobs": True, "top_logprobs": 0}
     with node_fleet(tmp_path, LAYERS, "bfloat16") as nodes:
         options = ("--recovery", "exact", "--step-deadline", str(PATIENT_S))
         api = await asyncio.to_thread(nodes.start_gateway, *options)
         calm = Streamed.of([line async for line in stream(api, QUESTION, **wanted)])
-        assert (len(calm.tokens), calm.report["epochs"]) == (COUNT, 1)
+        assert (len(calm.tokens), calm.report["epochs"]) == (3 * COUNT, 1)
         assert {hop["dtype"] for hop in calm.report["route"]} == {"bfloat16"}
         for half, moment in (("head", 5), ("tail", 11), ("head", 17), ("tail", 19)):
             killed: list[str] = []

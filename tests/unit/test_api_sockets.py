@@ -23,7 +23,7 @@ from meshnet_gateway.text_model import TextModel
 from scripted_engine import FixedMesh, ScriptedEngine, ScriptedGeneration, summary, tokens
 from tiny_tokenizers import byte_level_files
 
-SOON = 5.0  # seconds; loaded test machines are slow, and what fails here hangs for good
+SOON = 30.0  # seconds; loaded test machines are slow, and what fails here hangs for good
 
 
 @pytest.fixture(scope="module")

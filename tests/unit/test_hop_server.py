@@ -44,6 +44,7 @@ from meshnet_node.torch_server import create_app, new_doorkeeper, runner_for
 
 BOOT = "b-0123456789abcdef"
 MAX_BODY = 64 * 1024
+BODY_TIMEOUT_S = 1.5  # a test sits it out; on a machine that stalls, whole bodies must not
 OPEN = OpenDocument(
     session=SESSION,
     epoch=0,
@@ -126,7 +127,7 @@ async def node() -> AsyncIterator[Node]:
         status=lambda: {"sessions": len(endpoint.held), "state_bytes": 4096, "queued": 3, "dropped": {"evicted": 2}},
         text_files=texts.get,
         max_body=MAX_BODY,
-        body_timeout_s=0.3,
+        body_timeout_s=BODY_TIMEOUT_S,
         not_ready=lambda: not_ready[-1] if not_ready else None,
     )
     sock = listen("127.0.0.1", 0)
@@ -363,7 +364,7 @@ async def test_a_hop_that_hangs_past_the_deadline_is_named(node: Node, transport
 async def test_a_caller_that_goes_away_does_not_cancel_the_forward(node: Node, transport: HttpTransport) -> None:
     node.endpoint.gate = asyncio.Event()
     call = asyncio.create_task(transport.forward(node.url, DECODE.frame))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await node.endpoint.arrived.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -458,7 +459,7 @@ async def say(port: int, data: bytes, *, hang_up: bool = False) -> tuple[int, st
     """Send bytes; the status and body of what is answered, (0, "") where the connection is closed without a word."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             writer.write(data)
             if hang_up:
                 writer.write_eof()
@@ -497,7 +498,11 @@ GARBAGE: dict[str, tuple[bytes, int, str]] = {
     "a compressed body": (frame_post(Content_Encoding="gzip"), 400, "Content-Encoding"),
     "a frame as JSON": (frame_post(Content_Type="application/json"), 400, "takes application/octet-stream"),
     "too long a body": (frame_post(b"", length=MAX_BODY + 1), 413, f"at most {MAX_BODY}"),
-    "a truncated body": (frame_post(length=1152), 400, "of a body of 1152 bytes not all came within 0.3 s"),
+    "a truncated body": (
+        frame_post(length=1152),
+        400,
+        f"of a body of 1152 bytes not all came within {BODY_TIMEOUT_S:g} s",
+    ),
     "another protocol": (frame_post(Protocol="2"), 426, "this node speaks 1"),
     "a header missing": (frame_post(Position=None), 400, "lacks X-Meshnet-Position"),
     "a header twice": (TWICE, 400, "X-Meshnet-Epoch is there more than once"),
@@ -628,10 +633,10 @@ def test_a_node_is_ready_once_it_is_registered_with_layers_loaded(
 
 
 async def test_a_small_frame_is_not_held_back(node: Node, transport: HttpTransport) -> None:
-    """Nagle's delay against delayed acknowledgements would cost every step some 40 ms."""
-    took = []
-    for _ in range(10):
-        began = time.perf_counter()
-        await transport.forward(node.url, DECODE.frame)
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.03
+    """Nagle's delay against delayed acknowledgements would cost every step some 40 ms, a busy machine only some."""
+    quickest = float("inf")
+    async with asyncio.timeout(60):
+        while quickest >= 0.03:
+            began = time.perf_counter()
+            await transport.forward(node.url, DECODE.frame)
+            quickest = min(quickest, time.perf_counter() - began)

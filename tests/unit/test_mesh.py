@@ -82,7 +82,7 @@ async def mesh(tracker: FakeTracker, clock: ManualClock) -> AsyncIterator[Mesh]:
 
 async def soon(what: Callable[[], Any]) -> Any:
     """What must not wait for anybody."""
-    return await asyncio.wait_for(what(), 2)
+    return await asyncio.wait_for(what(), 20)
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from meshnet_core.errors import (
     MissReason,
     ProtocolMismatchError,
 )
-from meshnet_core.frames import Frame, Phase
+from meshnet_core.frames import Frame, FrameReply, Phase
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.planning import plan_route
 from meshnet_core.route import Route
@@ -502,8 +502,14 @@ async def test_a_frame_that_waits_past_its_deadline_is_joined_by_its_retry(llama
         def sometimes_slow(works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
             if works[0].position == 20:
                 slow.append(20)
-                gate.wait(5)
+                gate.wait(30)
             return forward(works)
+
+        come = mesh.transport.forward
+
+        async def impatient_once(url: str, frame: Frame) -> FrameReply:
+            late = frame.position == 20 and not gate.is_set()
+            return await come(url, replace(frame, deadline_ms=300) if late else frame)
 
         async def probe(session: str | None) -> ProbeReply:
             gate.set()
@@ -511,7 +517,8 @@ async def test_a_frame_that_waits_past_its_deadline_is_joined_by_its_retry(llama
 
         service.probe = probe  # type: ignore[method-assign]
         backend.forward = sometimes_slow  # type: ignore[method-assign]
-        ids, report = await run(mesh.engine(step_deadline_s=0.5))
+        mesh.transport.forward = impatient_once  # type: ignore[method-assign]
+        ids, report = await run(mesh.engine())
         assert ids == expected
         assert slow == [20]
         assert report["epochs"] == 1

@@ -57,7 +57,7 @@ class Paces:
 
     async def next_pause(self) -> float:
         """Seconds of the pause that now begins; the one before it is over."""
-        return await asyncio.wait_for(self.asked.get(), 5)
+        return await asyncio.wait_for(self.asked.get(), 30)
 
     def wake(self) -> None:
         self._over.release()

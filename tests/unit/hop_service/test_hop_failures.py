@@ -116,7 +116,7 @@ def wide_margin(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_frame_that_takes_too_long_behind_is_blamed_on_the_hop_behind(line: Line, gate: Gate) -> None:
     line.shards[1].before = gate
     await line.open()
-    error = await line.refusal(replace(WHOLE, deadline_ms=800))
+    error = await line.refusal(replace(WHOLE, deadline_ms=3000))
     assert (type(error), error.hop_index) == (DeadlineError, 1)
     assert line.session().accepted == 12  # the first hop did its part and keeps its state
     gate.open()
@@ -134,9 +134,9 @@ async def test_a_next_hop_that_never_answers_is_blamed(line: Line) -> None:
 
     await line.open()
     line.wire.endpoints[URLS[1]] = cast(Any, Hung())
-    error = await line.refusal(replace(WHOLE, deadline_ms=800))
+    error = await line.refusal(replace(WHOLE, deadline_ms=3000))
     assert (type(error), error.hop_index) == (DeadlineError, 1)
-    assert asked[0] <= 400
+    assert asked[0] <= 1500
     assert line.session().accepted == 12
 
 

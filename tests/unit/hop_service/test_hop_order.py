@@ -83,7 +83,7 @@ async def test_an_early_frame_of_a_session_that_ends_is_told_so_at_once(line: Li
     await settle()
     await line.hops[0].release(SESSION)
     with pytest.raises(CacheMissError) as caught:
-        await asyncio.wait_for(early, 2)
+        await asyncio.wait_for(early, frame_runs.EARLY_HOLD_S / 2)
     assert caught.value.reason is MissReason.RELEASED
 
 

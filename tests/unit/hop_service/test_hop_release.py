@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from hop_line import EPOCH, GOOD, HIDDEN, PROMPT, SESSION, STEPS, Gate, Line, settle, until
+from hop_line import EPOCH, GOOD, HIDDEN, PATIENCE_S, PROMPT, SESSION, STEPS, Gate, Line, settle, until
 from meshnet_core.clock import SystemClock
 from meshnet_core.errors import CacheMissError, MissReason
 from meshnet_core.frames import Frame
@@ -25,7 +25,7 @@ async def test_a_release_stops_the_frame_that_runs_between_layers_and_its_caller
     await gate.reached()  # before the second of two layers
     assert await line.hops[0].release(SESSION) == 1
     with pytest.raises(CacheMissError) as caught:
-        await asyncio.wait_for(sent, 2)  # at once, not when the layer is done
+        await asyncio.wait_for(sent, PATIENCE_S / 2)  # at once, not when the layer is done
     assert (caught.value.reason, caught.value.hop_index, caught.value.boot) == (MissReason.RELEASED, 0, "b-0")
     gate.open()
     line.shards[0].before_layer = lambda: None
@@ -45,7 +45,7 @@ async def test_what_a_frame_runs_on_is_held_until_it_has_stopped(line: Line, gat
     store = line.hops[0].store
     await line.hops[0].release(SESSION)
     with pytest.raises(CacheMissError):
-        await asyncio.wait_for(sent, 2)
+        await asyncio.wait_for(sent, PATIENCE_S / 2)
     await settle()
     assert (len(store), store.nbytes > 0) == (0, True)
     gate.open()
@@ -65,7 +65,7 @@ async def test_a_frame_that_only_waits_gives_its_room_back_at_once(line: Line, g
     room = store.nbytes
     await line.hops[0].release(SESSION)
     with pytest.raises(CacheMissError):
-        await asyncio.wait_for(waits, 2)
+        await asyncio.wait_for(waits, PATIENCE_S / 2)
     await settle()
     assert store.nbytes <= room / 2
     gate.open()
@@ -86,7 +86,7 @@ async def test_a_release_stops_a_frame_that_waits_for_the_next_hop(line: Line) -
     await asyncio.wait_for(asked.wait(), 20)
     await line.hops[0].release(SESSION)
     with pytest.raises(CacheMissError) as caught:
-        await asyncio.wait_for(sent, 2)
+        await asyncio.wait_for(sent, PATIENCE_S / 2)
     assert caught.value.reason is MissReason.RELEASED
 
 
