@@ -85,6 +85,23 @@ def test_two_that_ask_one_after_the_other_never_get_the_same_gap(mesh: Mesh) -> 
     assert {mesh.wish("b"), mesh.wish("c")} == {"10-19", "20-29"}
 
 
+def test_two_trackers_that_promise_one_gap_to_two_nodes_put_it_right_with_their_next_plan(mesh: Mesh) -> None:
+    """Each has a newcomer of which the other has not heard yet."""
+    other = Mesh()
+    for tracker, newcomer in ((mesh, "b"), (other, "c")):
+        tracker.announce("a", held="0-9")
+        tracker.announce(newcomer)
+        tracker.ask(newcomer)
+        tracker.wait(SETTLE_S)
+    assert mesh.wish("b") == other.wish("c") == "10-19"  # twice the same layers, and nobody for the last ten
+    for tracker in (mesh, other):
+        tracker.announce("b", held="10-19")
+        tracker.announce("c", held="10-19")
+    told = [sorted(str(tracker.wish(name)) for name in "bc") for tracker in (mesh, other)]
+    assert told == [["10-19", "20-29"]] * 2
+    assert mesh.wish("b") == other.wish("b")  # both move the same one, so that they are not in each other's way
+
+
 def test_a_promise_that_is_not_taken_up_is_over_after_a_while(mesh: Mesh) -> None:
     mesh.announce("a", held="0-19", layers=20)
     mesh.announce("b")

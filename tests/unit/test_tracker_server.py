@@ -6,7 +6,9 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,18 @@ import pytest
 from announcements import node
 from memory_registry import MemoryRegistry, MemoryStore
 from meshnet_core.clock import ManualClock
+from meshnet_core.demand import Demand
 from meshnet_core.errors import InvalidInputError, LayersUnavailableError, ModelNotFoundError, UnknownNodeError
+from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import NodeInfo
+from meshnet_core.placeable import Wish
 from meshnet_core.route import Route
 from meshnet_core.tracker_client import MeshOfTrackers, TrackerClient
 from meshnet_node.registration import Registration
+from meshnet_tracker import directory as directory_module
 from meshnet_tracker.directory import Directory
 from meshnet_tracker.events import EventLog, Joined, LoggedEvent
+from meshnet_tracker.placement_desk import PlacementDesk
 from meshnet_tracker.server import MAX_BODY, create_app
 from meshnet_tracker.sharing import Sharing, TrackerInfo
 from web_on_socket import serving
@@ -292,6 +299,66 @@ async def test_a_fault_of_the_trackers_own_is_answered_and_logged(
     assert (status, body["error"]["code"]) == (500, "internal")
     assert "a bug" not in str(body)
     assert "RuntimeError: a bug" in caplog.text
+
+
+# -- what takes long --------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """Takes the place of a function that takes long: it waits until the test lets it go on."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._begun, self._go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self._begun.set()
+        assert self._go_on.wait(60)
+        return self._function(*arguments, **named)
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self._begun.wait, 60)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+
+async def test_a_slow_plan_holds_up_no_heartbeat(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "plan_route", slow := Held(directory_module.plan_route))
+    await tracker.client.heartbeat(node("a", "0-29", beat=1))
+    asked = asyncio.create_task(tracker.client.route("m"))
+    await slow.begun()
+    await tracker.client.heartbeat(node("a", "0-29", beat=2, sessions=3))
+    await tracker.client.heartbeat(node("b", "0-29"))
+    assert [known.node_id for known in (await tracker.client.snapshot()).nodes] == ["a", "b"]
+    await tracker.client.leave("a", boot="b-a")
+    assert not asked.done()
+    slow.go_on()
+    assert str(await asked) == "a[0-29]"  # over the nodes as they were when it was asked for
+    assert str(await tracker.client.route("m")) == "b[0-29]"
+
+
+async def test_a_slow_placement_holds_up_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlacementDesk, "ask", slow := Held(lambda *_: Wish(LayerRange(0, 3))))
+    directory = Directory(ManualClock())
+    async with serving(create_app(directory)) as url, aiohttp.ClientSession() as http:
+        running = Tracker(url, directory, ManualClock(), http)
+        await running.client.heartbeat(node("a"))
+        asked = asyncio.create_task(running.client.wish("a", boot="b-a"))
+        await slow.begun()
+        await running.client.heartbeat(node("b"))
+        assert not asked.done()
+        slow.go_on()
+        assert (await asked).layers == LayerRange(0, 3)
+        await running.client.close()
+
+
+async def test_routes_asked_for_at_once_know_of_each_other(tracker: Tracker) -> None:
+    for name in ("a", "b"):
+        await tracker.client.heartbeat(node(name, "0-29"))
+    routes = await asyncio.gather(*(tracker.client.route("m", demand=Demand(explore=False)) for _ in range(20)))
+    taken = Counter(route.hops[0].node_id for route in routes)
+    assert taken == {"a": 10, "b": 10}
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

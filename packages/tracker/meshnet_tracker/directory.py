@@ -14,8 +14,8 @@ the one that began first is told.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -290,10 +290,21 @@ class Directory:
         protocols: range = PROTOCOLS,
         demand: Demand | None = None,
     ) -> Route:
-        """A route through the live nodes, as `planning.plan_route` tells, its errors included; one in twenty explores.
+        """A route through the live nodes, as `planning.plan_route` tells, its errors too; one in twenty explores."""
+        route = self.planning(model, excluded, fingerprint, protocols, demand)()
+        self.took(route)
+        return route
 
-        Routes given out since a node's last heartbeat count as sessions there, so that many generations that start
-        between two heartbeats do not all take the same one of several equal covers.
+    def planning(
+        self,
+        model: str,
+        excluded: frozenset[str] = frozenset(),
+        fingerprint: str | None = None,
+        protocols: range = PROTOCOLS,
+        demand: Demand | None = None,
+    ) -> Callable[[], Route]:
+        """What plans that route, over the nodes as they are now: pure, and long where there are many nodes; any thread
+        may call it while this directory changes. A route that is given out is then told to `took`.
         """
         snapshot = self.snapshot()
         loaded = tuple(
@@ -301,7 +312,8 @@ class Directory:
             for node in snapshot.nodes
         )
         demand = demand or Demand()
-        route = plan_route(
+        return partial(
+            plan_route,
             Snapshot(loaded),
             model,
             excluded,
@@ -310,9 +322,14 @@ class Directory:
             demand=demand,
             draw=self._draws.next(model, explore=demand.explore),
         )
-        for node_id, hops in Counter(hop.node_id for hop in route.hops).items():
-            self._leases[node_id].routed += hops
-        return route
+
+    def took(self, route: Route) -> None:
+        """A route was given out: until its nodes' next heartbeats it counts as sessions there, so that many generations
+        that start between two heartbeats do not all take the same one of several equal covers.
+        """
+        for hop in route.hops:
+            if (lease := self._leases.get(hop.node_id)) is not None:
+                lease.routed += 1
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 

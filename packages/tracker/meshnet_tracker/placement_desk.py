@@ -61,8 +61,9 @@ class PlacementDesk:
         self._told_at: dict[str, float] = {}  # likewise: when any node was last told anything new
         self._last: dict[str, tuple[list[Machine], bool, Placement]] = {}  # by fingerprint: what `replan` said to what
 
-    def ask(self, node: NodeInfo) -> Wish:
-        """What ``node``, as it is announced now, is to hold.
+    def ask(self, node: NodeInfo, snapshot: Snapshot | None = None) -> Wish:
+        """What ``node``, as it is announced now, is to hold. Takes long where there are many nodes; another thread than
+        the directory's may call it, one at a time, with the ``snapshot`` that it is asked over.
 
         Raises:
             InvalidInputError: it leaves nothing to the tracker, nothing of the model fits into its memory, or the mesh
@@ -71,7 +72,7 @@ class PlacementDesk:
         place = node.placement
         if place is None:
             raise InvalidInputError(f"node {node.node_id} was given its layers and asks for none")
-        snapshot, now = self._snapshot(), self._clock.now()
+        snapshot, now = self._snapshot() if snapshot is None else snapshot, self._clock.now()
         self._look_round(snapshot, now)
         waits = place.target is None and node.node_id not in self._promises
         if waits:

@@ -39,7 +39,9 @@ from meshnet_core.wire_fields import MAX_WHOLE, items, text, whole
 from meshnet_tracker.directory import Directory
 from meshnet_tracker.events import EventLog
 from meshnet_tracker.placement_desk import PlacementDesk
+from meshnet_tracker.route_desk import RouteDesk
 from meshnet_tracker.tracker_metrics import TrackerMetrics
+from meshnet_tracker.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -90,6 +92,8 @@ def create_app(
     app = web.Application(middlewares=[_refusals_as_json(metrics), _known(doorkeeper)], client_max_size=MAX_BODY)
     app.cleanup_ctx.append(_sweeper(directory))
     app.cleanup_ctx.append(_sharer(sharing))
+    planner, placer, encoder = (_worker_of(app, name) for name in ("routes", "placement", "snapshots"))
+    routes = RouteDesk(directory, planner)
 
     async def announce(request: web.Request) -> web.Response:
         _query(request)
@@ -109,7 +113,9 @@ def create_app(
 
     async def snapshot(request: web.Request) -> web.Response:
         _query(request)
-        return web.json_response({**directory.snapshot().to_wire(), **_trackers(sharing)})
+        known, told = directory.snapshot(), _trackers(sharing)
+        body = await encoder.run(lambda: json.dumps({**known.to_wire(), **told}))
+        return web.json_response(text=body)
 
     async def neighbours(request: web.Request) -> web.Response:
         _query(request)
@@ -119,7 +125,7 @@ def create_app(
 
     async def route(request: web.Request) -> web.Response:
         _query(request)
-        planned = directory.plan(*_route_request(await _json(request)))
+        planned = await routes.plan(*_route_request(await _json(request)))
         metrics.routes_planned.inc()
         return web.json_response(planned.to_wire())
 
@@ -132,7 +138,7 @@ def create_app(
             web.get("/v1/events", _events(log, mint_tracker_id() if sharing is None else sharing.me.tracker_id)),
             web.post("/v1/route", route),
             *_enrollment_routes(enrollment),
-            _placement_route(directory, desk or PlacementDesk(SystemClock(), directory.snapshot)),
+            _placement_route(directory, desk or PlacementDesk(SystemClock(), directory.snapshot), placer),
             *_watch_routes(app, directory, sharing, metrics),
         ]
     )
@@ -177,14 +183,15 @@ def _watch_routes(
     return [web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", exposition)]
 
 
-def _placement_route(directory: Directory, desk: PlacementDesk) -> web.RouteDef:
+def _placement_route(directory: Directory, desk: PlacementDesk, worker: Worker) -> web.RouteDef:
     """What to hold, for nodes that leave it to the tracker."""
 
     async def placement(request: web.Request) -> web.Response:
         boot = _query(request, "boot").get("boot")
         node_id = check_id(request.match_info["node_id"], "node id")
         node = directory.require(node_id, boot, owner_of_request(request))
-        return web.json_response(desk.ask(node).to_wire())
+        wish = await worker.run(desk.ask, node, directory.snapshot())
+        return web.json_response(wish.to_wire())
 
     return web.get("/v1/placement/{node_id}", placement)
 
@@ -287,6 +294,17 @@ def _sharer(sharing: Sharing | None) -> Any:
         await sharing.leave()
 
     return running
+
+
+def _worker_of(app: web.Application, name: str) -> Worker:
+    """A thread of the application's own, for as long as it runs."""
+    worker = Worker(name)
+
+    async def close(_: web.Application) -> None:
+        worker.close()
+
+    app.on_cleanup.append(close)
+    return worker
 
 
 def _trackers(sharing: Sharing | None) -> dict[str, Any]:
