@@ -48,6 +48,7 @@ class Family:
         new_cache: makes the cache object from a view's config.
         steps_only: a frame of several positions on a filled cache would begin its recurrent layers at zero again, so
             such a frame runs position by position.
+        reads_weights: attributes of linear modules whose weights the model's own code reads; they stay as they are.
         note: for people who choose a model; goes into ``docs/families.md``.
     """
 
@@ -58,6 +59,7 @@ class Family:
     adapt: Callable[[PreTrainedModel, LayerRange], None] = no_change
     new_cache: Callable[[PreTrainedConfig], DynamicCache] = lambda config: DynamicCache(config=config)
     steps_only: bool = False
+    reads_weights: frozenset[str] = frozenset()
     note: str = ""
 
 
@@ -97,6 +99,7 @@ FAMILIES: dict[str, Family] = {
             final_norm="final_layernorm",
             adapt=adapters.adapt_jamba,
             steps_only=True,
+            reads_weights=frozenset({"dt_proj"}),
             note="Chunks of a prompt after the first run position by position.",
         ),
         Family("kimi_linear", takes_masks=True),

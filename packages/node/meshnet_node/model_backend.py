@@ -361,6 +361,9 @@ class TorchModelShard:
 def _weight_bytes(model: PreTrainedModel) -> int:
     storages = {}
     for tensor in walk_tensors([list(model.parameters()), list(model.buffers())]):
+        if tensor.is_mkldnn:  # a packed weight lies in memory of its own, which torch gives no storage for
+            storages[id(tensor)] = tensor.nbytes
+            continue
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

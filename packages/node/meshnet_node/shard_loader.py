@@ -39,6 +39,7 @@ from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
 from meshnet_node.family_support import Family, check_split, family_of, text_config_of
 from meshnet_node.layer_slicing import base_of, prune
 from meshnet_node.model_backend import TorchModelShard
+from meshnet_node.packed_linear import pack_linears
 from meshnet_node.transformers_bars import no_bars
 
 Progress = Callable[[int, int], None]
@@ -153,6 +154,7 @@ class ShardPlan:
         if layers.start > 0:
             base_of(model).set_input_embeddings(nn.Identity())  # a tied tail's matrix lives on in its output projection
         model.train(mode=False).requires_grad_(requires_grad=False)
+        pack_linears(model, keep=self._family.reads_weights)
         return TorchModelShard(model, layers, self._family)
 
 
