@@ -263,6 +263,7 @@ OPEN = OpenDocument(
     history=(1, 2, 3, 4, 5),
     prefix=PrefixTerms("k-1", marks_of((1, 2, 3, 4, 5), (2, 4, 5)), keep_at=(2, 5)),
     grammar=Grammar("start: /a+/", (2,)),
+    exact=True,
 )
 
 
@@ -285,14 +286,14 @@ def test_each_hop_is_told_who_comes_next_and_the_tail_alone_the_tokens() -> None
 
 
 def test_a_document_of_a_session_without_prefixes_and_grammar_says_nothing_of_them() -> None:
-    document = replace(OPEN, prefix=None, grammar=None).to_wire()
-    assert not {"prefix", "grammar"} & set(document)
+    document = replace(OPEN, prefix=None, grammar=None, exact=False).to_wire()
+    assert not {"prefix", "grammar", "exact"} & set(document)
     again = OpenDocument.from_wire(over_the_wire(document))
-    assert (again.prefix, again.grammar) == (None, None)
+    assert (again.prefix, again.grammar, again.exact) == (None, None, False)
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in OpenDocument.__dataclass_fields__ if name not in ("prefix", "grammar")]
+    "name", [name for name in OpenDocument.__dataclass_fields__ if name not in ("prefix", "grammar", "exact")]
 )
 def test_every_field_of_an_open_document_must_be_there(name: str) -> None:
     document = changed()

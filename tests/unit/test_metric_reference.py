@@ -77,7 +77,7 @@ def test_names_say_their_part_and_their_base_unit(part: str) -> None:
         assert not re.search(r"_(ms|millis\w*|minutes|[kmg]i?b|megabytes|percent|total)(_|$)", fact.name), fact.name
         assert fact.text, fact.name
         if fact.kind == "histogram":
-            assert fact.name.endswith("_seconds")
+            assert fact.name.endswith(("_seconds", "_frames"))
         if re.search(r"\bbytes\b", fact.text.lower()) and fact.kind != "counter":
             assert fact.name.endswith("_bytes"), fact
         assert fact.kind in {"counter", "gauge", "histogram"}

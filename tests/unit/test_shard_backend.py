@@ -68,7 +68,7 @@ def test_the_torch_shard_is_a_backend(shard: TorchModelShard) -> None:
     assert (backend.layers, backend.num_layers) == (LayerRange(1, 3), 4)
     assert (backend.hidden_size, backend.vocab_size, backend.max_positions) == (HIDDEN, VOCAB, 512)
     assert (backend.dtype, backend.device, backend.model_type) == ("float32", "cpu", "llama")
-    assert backend.batch_limit == 1
+    assert backend.batch_limit == 32
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def _tracker() -> CollectorRegistry:
 
 def _node() -> CollectorRegistry:
     by_reason: dict[str, dict[str, int]] = {key: {"evicted": 1} for key in COUNTS}
-    metrics = NodeMetrics(lambda: {**dict.fromkeys([*GAUGES, *TOTALS], 0), **by_reason})
+    metrics = NodeMetrics(lambda: {**dict.fromkeys([*GAUGES, *TOTALS], 0), **by_reason, "batches": {"1": 1}})
     metrics.answered("/hop/forward", "ok", 0.01, 4)
     metrics.ran(HopTiming(0))
     metrics.registry.register(TurnedAway("meshnet_node", _doorkeeper()))

@@ -34,6 +34,8 @@ class OpenDocument:
         history: prompt and answer token ids so far; given to the tail alone, since only it samples.
         prefix: what of the prefill may be taken from what hops hold, and is to be held; None for neither.
         grammar: what the answer is held to; given to the tail alone; None leaves it free.
+        exact: every frame runs alone and in one piece, so that the same frames give the same bits whatever else a hop
+            is asked for meanwhile.
     """
 
     session: str
@@ -51,6 +53,7 @@ class OpenDocument:
     history: tuple[int, ...] = ()
     prefix: PrefixTerms | None = None
     grammar: Grammar | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         check_id(self.session, "session")
@@ -105,6 +108,7 @@ class OpenDocument:
             "history": list(self.history),
             **({} if self.prefix is None else {"prefix": self.prefix.to_wire()}),
             **({} if self.grammar is None else {"grammar": self.grammar.to_wire()}),
+            **({"exact": True} if self.exact else {}),
         }
 
     @classmethod
@@ -136,6 +140,7 @@ class OpenDocument:
                 history=_token_ids(document["history"]),
                 prefix=PrefixTerms.from_wire(document["prefix"]) if "prefix" in document else None,
                 grammar=Grammar.from_wire(document["grammar"]) if "grammar" in document else None,
+                exact=flag(document, "exact") if "exact" in document else False,
             )
         except KeyError as error:
             raise InvalidInputError(f"the field {error.args[0]} is missing") from error

@@ -118,9 +118,9 @@ class Generation:
         self._cut: PrefillCut | None = None  # of the newest prefill
         self._calls = HopCalls(self.session, engine.transport, engine.sleep)
         self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
-        exact = (request.recovery or engine.recovery) is Replay.EXACT
+        self._exact = (request.recovery or engine.recovery) is Replay.EXACT
         self._prefix = PrefixReuse(
-            request.prefix, request.prompt_ids, request.stop_ids, exact=exact, memory=engine.prefixes
+            request.prefix, request.prompt_ids, request.stop_ids, exact=self._exact, memory=engine.prefixes
         )
         self._mending = Mending(
             self._calls,
@@ -192,6 +192,7 @@ class Generation:
             mending=self._mending,
             prefix=self._prefix,
             report=self._report,
+            exact=self._exact,
             trace=self._trace,
         )
         while self.finish_reason is None:

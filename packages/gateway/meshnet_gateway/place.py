@@ -74,6 +74,7 @@ class Place:
         mending: knows which nodes to leave out, and whether there is a cache to use.
         prefix: what the session begins from.
         report: is told how long it waited.
+        exact: its frames run alone at every hop, so that replaying them gives the same bits.
         trace: is told of routes and opens.
 
     Attributes:
@@ -93,6 +94,7 @@ class Place:
         mending: Mending,
         prefix: PrefixReuse,
         report: GenerationReport,
+        exact: bool,
         trace: GenerationTrace = NO_TRACE,
     ) -> None:
         self.route: Route | None = None
@@ -106,6 +108,7 @@ class Place:
         self._mending = mending
         self._prefix = prefix
         self._report = report
+        self._exact = exact
         self._trace = trace
         self._epochs = itertools.count()
         self._opened = False  # the route is open for the next epoch already
@@ -245,4 +248,5 @@ class Place:
             history=tokens,
             prefix=self._prefix.terms(tokens, cached=not self._mending.stateless),
             grammar=self._request.grammar,
+            exact=self._exact,
         )

@@ -49,6 +49,8 @@ class Family:
         steps_only: a frame of several positions on a filled cache would begin its recurrent layers at zero again, so
             such a frame runs position by position.
         reads_weights: attributes of linear modules whose weights the model's own code reads; they stay as they are.
+        runs_together: newest positions of several sessions may run in one forward, each on state of its own. The tests
+            run every family so, alone and together.
         note: for people who choose a model; goes into ``docs/families.md``.
     """
 
@@ -60,6 +62,7 @@ class Family:
     new_cache: Callable[[PreTrainedConfig], DynamicCache] = lambda config: DynamicCache(config=config)
     steps_only: bool = False
     reads_weights: frozenset[str] = frozenset()
+    runs_together: bool = True
     note: str = ""
 
 
@@ -69,7 +72,7 @@ FAMILIES: dict[str, Family] = {
         Family("bamba", takes_masks=True, final_norm="final_layernorm", adapt=adapters.adapt_bamba),
         Family("cohere"),
         Family("cohere2", takes_masks=True),
-        Family("deepseek_v3"),
+        Family("deepseek_v3", runs_together=False),  # expands keys and values from what its cache gives
         Family("ernie4_5"),
         Family("exaone4", takes_masks=True),
         Family("falcon_h1", final_norm="final_layernorm"),
@@ -102,7 +105,7 @@ FAMILIES: dict[str, Family] = {
             reads_weights=frozenset({"dt_proj"}),
             note="Chunks of a prompt after the first run position by position.",
         ),
-        Family("kimi_linear", takes_masks=True),
+        Family("kimi_linear", takes_masks=True, runs_together=False),  # as deepseek_v3
         Family("lfm2", takes_masks=True, final_norm="embedding_norm"),
         Family("lfm2_moe", takes_masks=True, final_norm="embedding_norm"),
         Family("llama"),

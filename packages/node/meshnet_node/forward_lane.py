@@ -1,8 +1,8 @@
 """The forward lane: one thread per device that runs frames, so that the event loop only parses and replies.
 
-Sessions take turns: each has a queue of its own and the lane goes round them, so that a long prefill's chunks and other
-sessions' decode steps interleave. The unit of work is a list of frames of different sessions; a backend says how many
-it can use at once with ``batch_limit``.
+Sessions take turns, as :mod:`meshnet_node.lane_schedule` has it. The unit of work is a list of frames of different
+sessions; a backend says with ``batch_key`` and ``batch_limit`` which and how many it can use at once. A long frame may
+run in pieces, other sessions' steps between them; its caller sees one frame.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
 
+from meshnet_node.lane_schedule import LaneSchedule, Taken, is_step
 from meshnet_node.model_backend import ShardBackend, ShardResult, ShardWork
 
 T = TypeVar("T")
@@ -24,7 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LaneTiming:
-    """Seconds that a frame waited for the lane, ran, and took to be finished (sampled) after it."""
+    """Seconds that a frame waited for the lane, ran, and took to be finished (sampled) after it.
+
+    Running is the wall time of the forward that it was part of, or of its pieces together; the waits between those are
+    among the first.
+    """
 
     queue_s: float
     forward_s: float
@@ -39,6 +44,59 @@ class _Job(Generic[T]):
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[tuple[T, LaneTiming]]
     queued_at: float = field(default_factory=time.perf_counter)
+    batch: Hashable | None = field(init=False)
+    is_step: bool = field(init=False)
+    done: int = 0  # positions run
+    forward_s: float = 0.0
+    hidden: list[memoryview] = field(default_factory=list)  # of each piece run
+    withdrawn: bool = False
+
+    def __post_init__(self) -> None:
+        key = self.backend.batch_key(self.work) if self.backend.batch_limit > 1 else None
+        self.batch = None if key is None else (id(self.backend), key)
+        self.is_step = is_step(self.work.seq_len)
+
+    @property
+    def batch_limit(self) -> int:
+        return self.backend.batch_limit
+
+    @property
+    def positions(self) -> int:
+        return self.work.seq_len - self.done
+
+    @property
+    def divisible(self) -> bool:
+        """Whether pieces do the same: state carries on from one to the next, and what is sampled is in the last."""
+        work = self.work
+        whole_rows = memoryview(work.payload).nbytes % work.seq_len == 0 if work.seq_len > 0 else False
+        return work.state is not None and not work.exact and work.sample <= 1 and whole_rows
+
+    def piece(self, positions: int) -> ShardWork:
+        """The frame, or the next so many positions of it."""
+        work = self.work
+        if positions == work.seq_len:
+            return work
+        payload = memoryview(work.payload).cast("B")
+        row = payload.nbytes // work.seq_len
+        return replace(
+            work,
+            position=work.position + self.done,
+            seq_len=positions,
+            payload=payload[self.done * row : (self.done + positions) * row],
+            sample=work.sample if positions == self.positions else 0,
+            held=None if self.done else work.held,
+        )
+
+    def take_in(self, result: ShardResult, positions: int, seconds: float) -> ShardResult:
+        """Note that a piece has run; the result of all so far."""
+        self.done += positions
+        self.forward_s += seconds
+        if result.hidden is None:
+            return result
+        self.hidden.append(result.hidden)
+        if len(self.hidden) == 1 or self.positions:
+            return result
+        return replace(result, hidden=memoryview(b"".join(self.hidden)))
 
     def settle(self, value: tuple[T, LaneTiming] | Exception | None) -> None:
         """Hand the outcome to the loop that waits for it, None for a cancel; a loop that is gone has nobody to tell."""
@@ -71,8 +129,9 @@ class ForwardLane:
 
     def __init__(self, name: str = "forward-lane", *, threads: int | None = None) -> None:
         self._threads = threads
-        self._queues: OrderedDict[object, deque[_Job[object]]] = OrderedDict()
-        self._running = 0
+        self._schedule: LaneSchedule[_Job[object]] = LaneSchedule()
+        self._running: dict[object, _Job[object]] = {}
+        self._batches: Counter[int] = Counter()
         self._ready = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -82,7 +141,13 @@ class ForwardLane:
     def queued(self) -> int:
         """Frames that the lane is not through with: those that wait for their turn, and those that run."""
         with self._ready:
-            return self._running + sum(len(queue) for queue in self._queues.values())
+            return len(self._running) + len(self._schedule)
+
+    @property
+    def batches(self) -> dict[int, int]:
+        """How many steps ran in one forward -> how often, since the start."""
+        with self._ready:
+            return dict(self._batches)
 
     async def run(
         self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T]
@@ -106,14 +171,19 @@ class ForwardLane:
         with self._ready:
             if self._closed:
                 raise RuntimeError("the forward lane is closed")
-            self._queues.setdefault(turn, deque()).append(job)  # type: ignore[arg-type]
+            self._schedule.put(turn, job)  # type: ignore[arg-type]
             self._ready.notify()
         return await job.future
 
     def withdraw(self, turn: object) -> None:
-        """Cancel the frames of ``turn`` that wait; one that runs goes on, and whoever awaits it is told its end."""
+        """Cancel the frames of ``turn`` that wait; one that runs goes on, and whoever awaits it is told its end.
+
+        Of one that runs in pieces, those after the one under way do not run.
+        """
         with self._ready:
-            jobs = self._queues.pop(turn, ())
+            jobs = self._schedule.remove(turn)
+            if turn in self._running:
+                self._running[turn].withdrawn = True
         for job in jobs:
             job.settle(None)
 
@@ -123,62 +193,78 @@ class ForwardLane:
             self._closed = True
             self._ready.notify()
         self._thread.join()
-        for queue in self._queues.values():
-            for job in queue:
-                job.settle(None)
-        self._queues.clear()
+        for job in self._schedule:
+            job.settle(None)
+        self._schedule = LaneSchedule()
 
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        while True:
-            with self._ready:
-                while not self._queues and not self._closed:
-                    self._ready.wait()
-                if self._closed:
-                    return
-                jobs = self._take()
-                self._running = len(jobs)
-            self._execute(jobs)
-            del jobs  # the lane may have nothing to do for long, and they hold states and tensors
+        while (taken := self._next()) is not None:
+            self._execute(taken)
+            del taken  # the lane may have nothing to do for long, and they hold states and tensors
 
-    def _take(self) -> list[_Job[object]]:
-        """The next session's first frame, and those of others that the same backend can run beside it."""
-        jobs: list[_Job[object]] = []
-        for turn in list(self._queues):
-            queue = self._queues[turn]
-            if jobs and (queue[0].backend is not jobs[0].backend or len(jobs) >= jobs[0].backend.batch_limit):
-                continue
-            jobs.append(queue.popleft())
-            del self._queues[turn]
-            if queue:
-                self._queues[turn] = queue  # to the back: the others come first
-        return jobs
-
-    def _settle(self, job: _Job[object], value: tuple[object, LaneTiming] | Exception) -> None:
-        """Tell the outcome of a frame that ran; who hears of it finds the lane through with it."""
+    def _next(self) -> Taken[_Job[object]] | None:
+        """Wait for what runs next; None once the lane is closed."""
         with self._ready:
-            self._running -= 1
-        job.settle(value)
+            while not self._closed:
+                taken = self._schedule.take(time.perf_counter())
+                if isinstance(taken, Taken):
+                    self._running = dict(zip(taken.turns, taken.jobs, strict=True))
+                    return taken
+                self._ready.wait(taken)
+            return None
 
-    def _execute(self, jobs: list[_Job[object]]) -> None:
+    def _execute(self, taken: Taken[_Job[object]]) -> None:
+        jobs = taken.jobs
         started = time.perf_counter()
         try:
-            results: list[ShardResult | Exception] = list(jobs[0].backend.forward([job.work for job in jobs]))
+            works = [job.piece(taken.positions) for job in jobs]
+            results: list[ShardResult | Exception] = list(jobs[0].backend.forward(works))
             if len(results) != len(jobs):
                 raise RuntimeError(f"the backend gave {len(results)} results for {len(jobs)} frames")  # noqa: TRY301
         except Exception as error:  # noqa: BLE001 - the lane outlives any frame; the frame's caller gets the error
             results = [error] * len(jobs)
-        forward_s = time.perf_counter() - started
-        for job, result in zip(jobs, results, strict=True):
-            if isinstance(result, Exception):
-                self._settle(job, result)
-                continue
-            finishing = time.perf_counter()
-            try:
-                value = job.finish(result)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._settle(job, error)
-                continue
-            timing = LaneTiming(started - job.queued_at, forward_s, time.perf_counter() - finishing)
-            self._settle(job, (value, timing))
+        ended = time.perf_counter()
+        with self._ready:
+            if jobs[0].is_step:
+                self._batches[len(jobs)] += 1
+            self._schedule.ran(taken, ended - started, ended)
+        for turn, job, result in zip(taken.turns, jobs, results, strict=True):
+            self._conclude(turn, job, result, taken.positions, started, ended)
+
+    def _conclude(
+        self,
+        turn: object,
+        job: _Job[object],
+        result: ShardResult | Exception,
+        positions: int,
+        started: float,
+        ended: float,
+    ) -> None:
+        """Tell a frame's outcome; or queue what is left of it."""
+        if isinstance(result, Exception):
+            self._settle(turn, job, result)
+            return
+        result = job.take_in(result, positions, ended - started)
+        if job.positions:
+            with self._ready:
+                if not (job.withdrawn or self._closed):
+                    self._schedule.put_back(turn, job)
+                    return
+            self._settle(turn, job, None)
+            return
+        finishing = time.perf_counter()
+        try:
+            value = job.finish(result)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._settle(turn, job, error)
+            return
+        queue_s = max(0.0, ended - job.queued_at - job.forward_s)
+        self._settle(turn, job, (value, LaneTiming(queue_s, job.forward_s, time.perf_counter() - finishing)))
+
+    def _settle(self, turn: object, job: _Job[object], value: tuple[object, LaneTiming] | Exception | None) -> None:
+        """Tell the outcome of a frame that ran; who hears of it finds the lane through with it."""
+        with self._ready:
+            self._running.pop(turn, None)
+        job.settle(value)

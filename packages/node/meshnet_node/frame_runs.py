@@ -195,6 +195,7 @@ class FrameRuns:
             wire_dtype=session.document.wire_dtype,
             sample=frame.sample if session.is_tail else 0,
             cancelled=lambda: session.cancelled,
+            exact=session.document.exact,
         )
 
         end = frame.position + frame.seq_len

@@ -166,6 +166,7 @@ class HopService:
             "boot": self.boot,
             "draining": self.draining,
             "queued": self._lane.queued,
+            "batches": {str(frames): count for frames, count in sorted(self._lane.batches.items())},
             "sessions": len(self.store),
             "state_bytes": sum(held.nbytes for held in self.store),
             "reserved_bytes": self.store.nbytes,

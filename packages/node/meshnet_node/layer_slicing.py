@@ -16,7 +16,7 @@ nothing of sessions, frames or files.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,8 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.family_support import Family
 from meshnet_node.growing_cache import let_grow
+from meshnet_node.ragged_attention import ragged_name
+from meshnet_node.ragged_cache import RaggedCache, can_be_ragged
 
 _PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"})
@@ -70,6 +72,7 @@ class LayerView:
         layers: absolute range.
         model: the causal model, sharing the shard's parameters; run one forward at a time.
         config: the model's, describing only ``layers``.
+        runs_together: whether :meth:`forward_together` can run.
     """
 
     def __init__(self, shard: PreTrainedModel, held: LayerRange, start: int, family: Family) -> None:
@@ -90,6 +93,13 @@ class LayerView:
         self._base = base_of(self.model)
         for layer in self._base.layers:
             layer.register_forward_pre_hook(self._look_at_cancel)
+        self._ragged = ragged_name(self.config._attn_implementation)
+        self.runs_together = (
+            family.runs_together
+            and self._ragged is not None
+            and self._step_needs_no_mask
+            and can_be_ragged(self.new_cache())
+        )
         head: Any = getattr(self.model, "lm_head", None)
         if isinstance(head, nn.Linear):
             head.register_forward_pre_hook(_lay_dense)
@@ -135,16 +145,63 @@ class LayerView:
                 for at in range(seq_len)
             ]
             return torch.cat(steps[-sample:], dim=1)  # all of them where sample is 0
+        positions = torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0)
+        return self._run(inputs, positions, self._masks(seq_len), cache, sample, cancelled)
+
+    def forward_together(
+        self,
+        inputs: torch.Tensor,
+        *,
+        positions: Sequence[int],
+        caches: Sequence[DynamicCache],
+        sample: bool,
+        cancelled: Callable[[], bool],
+    ) -> torch.Tensor:
+        """Run the layers over the newest position of each of several sessions: one product with each weight for all.
+
+        Args:
+            inputs: token ids, int64 ``[sessions, 1]``, or hidden states ``[sessions, 1, hidden]``.
+            positions: of each session, how many came before; at least 1.
+            caches: of each, filled with exactly as many.
+            sample: project the positions to logits.
+            cancelled: looked at before each layer; ends the forward for all.
+
+        Returns:
+            Hidden states ``[sessions, 1, hidden]``, or logits ``[sessions, 1, vocab]``.
+
+        Raises:
+            ForwardCancelledError: some layers of ``caches`` may have advanced, as after any other exception.
+        """
+        cache = RaggedCache(caches)
+        at = torch.tensor(positions, device=inputs.device).unsqueeze(1)
+        own = self.config._attn_implementation
+        self.config._attn_implementation = self._ragged
+        try:
+            output = self._run(inputs, at, self._no_masks, cache, int(sample), cancelled)
+        finally:
+            self.config._attn_implementation = own
+        cache.give_back()
+        return output.reshape(len(positions), 1, output.shape[-1])
+
+    def _run(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        masks: dict[str, None] | None,
+        cache: DynamicCache | None,
+        sample: int,
+        cancelled: Callable[[], bool],
+    ) -> torch.Tensor:
         arguments: dict[str, Any] = {
             "input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs,
-            "position_ids": torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0),
-            "attention_mask": self._masks(seq_len),
+            "position_ids": positions,
+            "attention_mask": masks,
             "cache": cache,
             "use_cache": cache is not None,
         }
         if self._grouped_experts and inputs.device.type != "cpu":
             # As transformers' generate() does: grouped products are slow for one position on an accelerator.
-            self.config._experts_implementation = "batched_mm" if seq_len == 1 else "grouped_mm"
+            self.config._experts_implementation = "batched_mm" if positions.shape[1] == 1 else "grouped_mm"
         self._cancelled = cancelled
         try:
             if sample:

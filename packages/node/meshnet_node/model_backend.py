@@ -1,15 +1,15 @@
 """The backend of a node: frames of several sessions in, hidden states or logits out.
 
-:class:`ShardBackend` is what the server needs of one; :class:`TorchModelShard` runs a shard with torch, one frame
-after the other. A list of frames is the unit of work, so that a backend that batches them changes no caller. Knows
-nothing of sessions' names, of the wire, or of sampling.
+:class:`ShardBackend` is what the server needs of one; :class:`TorchModelShard` runs a shard with torch. A list of
+frames is the unit of work: decode steps of several sessions run in one forward, which reads the weights once for all,
+and other frames one after the other. Knows nothing of sessions' names, of the wire, or of sampling.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,7 @@ from meshnet_node.session_state import SessionState, tensors_of_each_layer, walk
 __all__ = ["ForwardCancelledError", "ShardBackend", "ShardResult", "ShardWork", "TorchModelShard"]
 
 _TOKEN_BYTES = 4  # int32
+BATCH_LIMIT = 32  # decode steps in one forward: each one more adds its attention and little else
 
 
 def never() -> bool:
@@ -60,6 +61,8 @@ class ShardWork:
         cancelled: looked at before each layer.
         held: what ``state``, still empty, begins from: a copy of its first ``position`` positions is made before the
             frame runs. The same object may serve several sessions, at once too.
+        exact: the result is to be the same bits whatever else runs: alone, and in one piece. Products of one row and of
+            several round differently.
     """
 
     start: int
@@ -71,6 +74,7 @@ class ShardWork:
     sample: int = 0
     cancelled: Callable[[], bool] = never
     held: SessionState | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class ShardResult:
     Attributes:
         hidden: raw little-endian ``[1, seq_len, hidden]`` in the frame's ``wire_dtype``; None from the last shard.
         logits: float32 ``[sample, vocab]`` on the shard's device, from the last shard if ``sample`` > 0.
-        seconds: wall time of this frame alone.
+        seconds: wall time of the forward that this frame was part of.
     """
 
     hidden: memoryview | None
@@ -123,8 +127,15 @@ class ShardBackend(Protocol):
         """
         ...
 
+    def batch_key(self, work: ShardWork) -> Hashable | None:
+        """What frames that can run in one forward have in common; None for one that runs alone."""
+        ...
+
     def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
         """Run the frames and advance their states; one that fails leaves its neighbours alone.
+
+        Frames of one ``batch_key`` run in one forward. One that is refused or cancelled before leaves the others to it;
+        if the forward itself raises, the states of all in it are spoiled.
 
         Call it from one thread at a time. The answer has one entry for each frame, in order: a result, or the exception
         (a ``MeshnetError``, or ``ForwardCancelledError``). A frame refused before any layer ran
@@ -172,8 +183,6 @@ class TorchModelShard:
         family: its entry in the registry.
     """
 
-    batch_limit: int = 1
-
     def __init__(self, model: PreTrainedModel, layers: LayerRange, family: Family) -> None:
         config = model.config
         self.layers = layers
@@ -195,6 +204,7 @@ class TorchModelShard:
         self._running = threading.Lock()
         self._closed = False
         self._costs = self._measure_state()
+        self.batch_limit = BATCH_LIMIT if self._view(layers.start).runs_together else 1
 
     @property
     def is_first(self) -> bool:
@@ -211,20 +221,82 @@ class TorchModelShard:
         view = self._view(start)
         return SessionState(view.layers, view.new_cache())
 
+    def batch_key(self, work: ShardWork) -> Hashable | None:
+        """See :class:`ShardBackend`.
+
+        Decode steps: one position after others, on state, where no layer of the hop stands against it.
+        """
+        is_step = work.seq_len == 1 and work.position > 0 and work.state is not None and work.held is None
+        if self.batch_limit == 1 or work.exact or not is_step or work.start not in self.layers:
+            return None
+        try:
+            return work.start if self._view(work.start).runs_together else None
+        except MeshnetError:  # running it will tell why
+            return None
+
     def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
         """See :class:`ShardBackend`."""
-        results: list[ShardResult | Exception] = []
-        for work in works:
+        results: dict[int, ShardResult | Exception] = {}
+        for group in self._groups(works):
+            together = {index: works[index] for index in group}
+            with self._running:
+                if len(group) > 1:
+                    results |= self._attempt_together(together)
+                else:
+                    results |= {index: self._attempt(work) for index, work in together.items()}
+        return [results[index] for index in range(len(works))]
+
+    def _groups(self, works: Sequence[ShardWork]) -> list[list[int]]:
+        """Indices of the frames, by the forward that each is part of."""
+        groups: dict[Hashable, list[int]] = {}
+        for index, work in enumerate(works):
+            key = self.batch_key(work) if len(works) > 1 else None
+            groups.setdefault(("alone", index) if key is None else ("together", key), []).append(index)
+        return list(groups.values())
+
+    def _attempt(self, work: ShardWork) -> ShardResult | Exception:
+        try:
+            return self._forward_one(work)
+        except Exception as error:  # noqa: BLE001 - one frame's failure must not reach its neighbours
+            return self._told(error, work.start)
+
+    def _attempt_together(self, works: dict[int, ShardWork]) -> dict[int, ShardResult | Exception]:
+        """Run frames of one ``batch_key``; what stands against one of them is found before any layer runs."""
+        began = time.perf_counter()
+        results: dict[int, ShardResult | Exception] = {}
+        ready: dict[int, torch.Tensor] = {}
+        for index, work in works.items():
             try:
-                with self._running:
-                    results.append(self._forward_one(work))
-            except (MeshnetError, ForwardCancelledError) as error:
-                results.append(error)
-            except Exception as error:  # noqa: BLE001 - one frame's failure must not reach its neighbours
-                failure = HopFailedError(f"forward of layers {work.start}-{self.layers.stop - 1} failed: {error!r}")
-                failure.__cause__ = error
-                results.append(failure)
+                if self._closed:
+                    raise HopFailedError(f"layers {self.layers} were unloaded before the frame ran")  # noqa: TRY301
+                self._check(work)
+                ready[index] = self._read(work)
+                if work.cancelled():
+                    raise ForwardCancelledError(f"the frame at position {work.position} was cancelled")  # noqa: TRY301
+            except Exception as error:  # noqa: BLE001 - as above
+                if isinstance(error, ForwardCancelledError) and work.state is not None:
+                    work.state.spoil()  # as if it had been cancelled a moment later
+                ready.pop(index, None)
+                results[index] = self._told(error, work.start)
+        if ready:
+            ran = [works[index] for index in ready]
+            try:
+                outcomes = self._forward_together(ran, torch.cat(list(ready.values())), began)
+            except Exception as error:  # noqa: BLE001 - as above
+                for work in ran:
+                    if work.state is not None:
+                        work.state.spoil()
+                outcomes = [self._told(error, work.start) for work in ran]
+            results |= zip(ready, outcomes, strict=True)
         return results
+
+    def _told(self, error: Exception, start: int) -> Exception:
+        """The error that a caller gets for what a frame raised."""
+        if isinstance(error, (MeshnetError, ForwardCancelledError)):
+            return error
+        failure = HopFailedError(f"forward of layers {start}-{self.layers.stop - 1} failed: {error!r}")
+        failure.__cause__ = error
+        return failure
 
     def state_bytes_per_position(self, start: int) -> int:
         """See :class:`ShardBackend`."""
@@ -277,6 +349,35 @@ class TorchModelShard:
             raise
         logits = output[0].float() if sample else None
         return ShardResult(hidden=hidden, logits=logits, seconds=time.perf_counter() - began)
+
+    @torch.inference_mode()
+    def _forward_together(
+        self, works: Sequence[ShardWork], inputs: torch.Tensor, began: float
+    ) -> list[ShardResult | Exception]:
+        """Run frames that were checked, their inputs stacked; each row's outcome is its frame's alone."""
+        states = [work.state for work in works if work.state is not None]
+        sampled = self.is_last and any(work.sample for work in works)
+        output = self._view(works[0].start).forward_together(
+            inputs,
+            positions=[work.position for work in works],
+            caches=[state.cache for state in states],
+            sample=sampled,
+            cancelled=lambda: all(work.cancelled() for work in works),
+        )
+        outcomes: list[ShardResult | Exception] = []
+        for work, state, row in zip(works, states, torch.split(output, 1), strict=True):
+            state.advance(work.seq_len)
+            try:
+                if work.cancelled():
+                    raise ForwardCancelledError(f"the frame at position {work.position} was cancelled")  # noqa: TRY301
+                hidden = None if self.is_last else _to_wire(row, DTYPES[work.wire_dtype])
+            except Exception as error:  # noqa: BLE001 - as above
+                state.spoil()
+                outcomes.append(self._told(error, work.start))
+                continue
+            logits = row[0].float() if self.is_last and work.sample else None
+            outcomes.append(ShardResult(hidden=hidden, logits=logits, seconds=time.perf_counter() - began))
+        return outcomes
 
     def _check(self, work: ShardWork) -> None:
         """Refuse, before any layer runs, what does not fit the shard or the state."""

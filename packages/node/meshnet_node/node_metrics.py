@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from meshnet_core.build_info import build_info
 from meshnet_core.frames import HopTiming
 
 # From a decode step of a tiny model on loopback to a prefill chunk of a large one on a slow machine.
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_FRAMES = (1, 2, 4, 8, 16, 32)
 # Numbers of a node's status, with what they say; those that a status lacks are left out.
 GAUGES = {
     "sessions": "Sessions that the node holds state of.",
@@ -116,9 +117,22 @@ class _StatusGauges:
             for reason, count in status.get(key, {}).items():
                 by_reason.add_metric([reason], count)
             yield by_reason
+        if "batches" in status:
+            yield _frames_together({int(frames): count for frames, count in status["batches"].items()})
         for key, text in TOTALS.items():
             if key in status:
                 yield CounterMetricFamily(f"meshnet_node_{key}", text, value=float(status[key]))
 
     def describe(self) -> Iterable[Metric]:
         return ()
+
+
+def _frames_together(batches: dict[int, int]) -> Metric:
+    """A histogram of how many frames -> how often."""
+    upto = [(str(float(most)), sum(count for frames, count in batches.items() if frames <= most)) for most in _FRAMES]
+    return HistogramMetricFamily(
+        "meshnet_node_batch_frames",
+        "Decode steps that ran in one forward, each of a session of its own.",
+        buckets=[*upto, ("+Inf", sum(batches.values()))],
+        sum_value=sum(frames * count for frames, count in batches.items()),
+    )
