@@ -86,7 +86,8 @@ class LaneSchedule(Generic[J]):
     step_s: float | None = None
     _queues: OrderedDict[object, deque[J]] = field(default_factory=OrderedDict)
     _last_step: float | None = None
-    _owed_s: float = 0.0
+    _owed_s: float = 0.0  # to steps, for what long frames took
+    _slack_s: float = 0.0  # of it, that need not be paid before the next long frame
     _hold_until: float = 0.0
     _piece: int = FIRST_PIECE
 
@@ -131,10 +132,14 @@ class LaneSchedule(Generic[J]):
         if taken.jobs[0].is_step:
             self.step_s = seconds if self.step_s is None else self.step_s + _WEIGHT * (seconds - self.step_s)
             self._last_step = now
-            self._owed_s -= seconds
+            self._owed_s = max(0.0, self._owed_s - seconds)
             return
+        if self._steps_are_about(now - seconds) and self._last_step is not None:
+            self._last_step += seconds  # they could not run meanwhile
         if self._steps_are_about(now):
-            self._owed_s = seconds
+            # What is left of an older debt stays, unless the steps had their chance: so the halves even out.
+            left = self._owed_s if now - seconds < self._hold_until else 0.0
+            self._owed_s, self._slack_s = left + seconds, min(seconds, self.step_s or 0.0) / 2
             self._hold_until = now + HOLD * seconds
         if self.step_s is not None and seconds > 0:
             # As long as a batch of steps; by half or double at a time, since a single measurement strays.
@@ -155,7 +160,7 @@ class LaneSchedule(Generic[J]):
 
     def _wait_s(self, now: float) -> float:
         """Seconds for which long jobs leave the lane to steps."""
-        if self._owed_s <= 0 or not self._steps_are_about(now):
+        if self._owed_s <= self._slack_s or not self._steps_are_about(now):
             return 0.0
         return max(0.0, self._hold_until - now)
 

@@ -1,0 +1,204 @@
+"""Whose frames a lane runs next: turns, batches of what waits, and prefills that leave steps half of the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from meshnet_node.lane_schedule import (
+    FIRST_PIECE,
+    HOLD,
+    STEP_POSITIONS,
+    STEPS_LINGER_S,
+    LaneSchedule,
+    Taken,
+    is_step,
+)
+
+
+@dataclass
+class ScriptedJob:
+    """A frame by name; ``positions`` are those left."""
+
+    name: str
+    positions: int = 1
+    batch: str | None = None
+    divisible: bool = True
+    batch_limit: int = 4
+
+    def __post_init__(self) -> None:
+        self.is_step = is_step(self.positions)
+
+
+def step(name: str, batch: str | None = "b") -> ScriptedJob:
+    return ScriptedJob(name, batch=batch)
+
+
+class Lane:
+    """A lane without threads: runs what a schedule gives it, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.schedule: LaneSchedule[ScriptedJob] = LaneSchedule()
+        self.now = 0.0
+        self.step_s = 0.03
+        self.position_s = 0.001
+
+    def put(self, *jobs: ScriptedJob) -> None:
+        """Queue jobs, each under the turn that its name's first letter says."""
+        for job in jobs:
+            self.schedule.put(job.name[0], job)
+
+    def take(self) -> Taken[ScriptedJob]:
+        taken = self.schedule.take(self.now)
+        assert isinstance(taken, Taken)
+        return taken
+
+    def run(self) -> tuple[str, int]:
+        """Run what is next: whose, and how many positions of each."""
+        taken = self.take()
+        took = self.step_s if taken.jobs[0].is_step else taken.positions * self.position_s
+        self.now += took
+        self.schedule.ran(taken, took, self.now)
+        for turn, job in zip(taken.turns, taken.jobs, strict=True):
+            job.positions -= taken.positions
+            if job.positions:
+                self.schedule.put_back(turn, job)
+        return "+".join(job.name for job in taken.jobs), taken.positions
+
+
+@pytest.fixture
+def lane() -> Lane:
+    return Lane()
+
+
+def test_an_empty_schedule_has_nothing_to_run(lane: Lane) -> None:
+    assert lane.schedule.take(0.0) is None
+    assert len(lane.schedule) == 0
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_that_wait_run_together_up_to_the_limit_and_nobody_is_waited_for(lane: Lane) -> None:
+    lane.put(*(step(f"{turn}0") for turn in "abcdef"))
+    assert [lane.run()[0], lane.run()[0]] == ["a0+b0+c0+d0", "e0+f0"]
+    lane.put(step("g0"))
+    assert lane.run()[0] == "g0"
+
+
+def test_only_frames_of_one_batch_run_together_and_one_of_each_session(lane: Lane) -> None:
+    lane.put(step("a0"), step("a1"), step("b0", "other"), step("c0", None), step("d0"))
+    assert [lane.run()[0] for _ in range(4)] == ["a0+d0", "b0", "c0", "a1"]
+
+
+def test_a_session_that_was_in_a_batch_stands_at_the_end(lane: Lane) -> None:
+    lane.put(step("a0"), step("a1"), step("b0"), step("c0", None))
+    assert [lane.run()[0] for _ in range(3)] == ["a0+b0", "c0", "a1"]
+
+
+def test_what_is_removed_does_not_run(lane: Lane) -> None:
+    lane.put(step("a0"), step("b0"), step("a1"))
+    assert [job.name for job in lane.schedule.remove("a")] == ["a0", "a1"]
+    assert lane.schedule.remove("nobody") == ()
+    assert lane.run()[0] == "b0"
+
+
+# -- prefills beside steps --------------------------------------------------------------------------------------------
+
+
+def test_without_steps_a_long_frame_runs_whole(lane: Lane) -> None:
+    lane.put(ScriptedJob("p0", 256), ScriptedJob("p1", 200))
+    assert [lane.run(), lane.run()] == [("p0", 256), ("p1", 200)]
+
+
+def test_beside_steps_a_long_frame_runs_in_pieces_after_each_of_which_the_steps_come_first(lane: Lane) -> None:
+    lane.put(step("a0"), ScriptedJob("p0", 100), step("b0"))
+    assert lane.run() == ("a0+b0", 1)
+    ran = []
+    for at in range(1, 4):
+        ran.append(lane.run())
+        lane.put(step(f"a{at}"), step(f"b{at}"))
+        ran.append(lane.run())
+    assert ran[0] == ("p0", FIRST_PIECE)
+    assert [name for name, _ in ran] == ["p0", "a1+b1", "p0", "a2+b2", "p0", "a3+b3"]
+    assert sum(positions for name, positions in ran if name == "p0") == 100 - lane.run()[1]
+
+
+@pytest.mark.parametrize("position_s", [0.0002, 0.001, 0.004])
+def test_pieces_become_about_as_long_as_a_batch_of_steps(lane: Lane, position_s: float) -> None:
+    lane.position_s = position_s
+    lane.put(step("a0"), ScriptedJob("p0", 100_000))
+    pieces = []
+    for at in range(40):
+        name, positions = lane.run()
+        if name == "p0":
+            pieces.append(positions)
+        elif at < 39:
+            lane.put(step(f"a{at + 1}"))
+    wanted = max(STEP_POSITIONS, lane.step_s / position_s)
+    assert pieces[-1] == pytest.approx(wanted, rel=0.1)
+
+
+@pytest.mark.parametrize("prefills", [1, 3])
+def test_steps_have_half_of_a_lane_whose_prefills_never_end(lane: Lane, prefills: int) -> None:
+    spent = {"steps": 0.0, "prefills": 0.0}
+    lane.put(step("a0"), *(ScriptedJob(f"{turn}0", 10**9) for turn in "pqr"[:prefills]))
+    while lane.now < 60:
+        began = lane.now
+        name, _ = lane.run()
+        if name == "a0":
+            lane.put(step("a0"))
+        spent["steps" if name == "a0" else "prefills"] += lane.now - began
+    assert 0.45 <= spent["steps"] / lane.now <= 0.6
+
+
+def test_prefills_of_several_sessions_take_turns(lane: Lane) -> None:
+    lane.put(step("a0"), ScriptedJob("p0", 500), ScriptedJob("q0", 500))
+    seen = []
+    for at in range(1, 13):
+        name, _ = lane.run()
+        if name.startswith("a"):
+            lane.put(step(f"a{at}"))
+        else:
+            seen.append(name)
+    assert seen[:4] == ["p0", "q0", "p0", "q0"]
+
+
+def test_after_a_frame_that_must_run_whole_the_steps_get_as_much_time(lane: Lane) -> None:
+    lane.put(step("a0"), ScriptedJob("p0", 256, divisible=False), ScriptedJob("p1", 256, divisible=False))
+    assert [lane.run()[0], lane.run()] == ["a0", ("p0", 256)]
+    steps = 0
+    while True:
+        lane.put(step(f"a{steps + 1}"))
+        name, _ = lane.run()
+        if name == "p1":
+            break
+        steps += 1
+    assert steps == pytest.approx(0.256 / lane.step_s, abs=1)
+
+
+def test_steps_that_are_elsewhere_meanwhile_are_waited_for_but_not_for_ever(lane: Lane) -> None:
+    lane.put(step("a0"), ScriptedJob("p0", 2560, divisible=False), ScriptedJob("p1", 256, divisible=False))
+    lane.run()
+    lane.run()
+    wait = lane.schedule.take(lane.now)
+    assert isinstance(wait, float)
+    assert wait == pytest.approx(HOLD * 2.56)
+    lane.now += wait
+    assert lane.run()[0] == "p1"
+
+
+def test_once_the_steps_are_over_the_rest_runs_whole_and_at_once(lane: Lane) -> None:
+    lane.put(step("a0"), ScriptedJob("p0", 500))
+    assert [lane.run()[0], lane.run()] == ["a0", ("p0", FIRST_PIECE)]
+    lane.now += STEPS_LINGER_S
+    assert lane.run() == ("p0", 500 - FIRST_PIECE)
+
+
+def test_a_session_withdrawn_between_two_pieces_is_gone(lane: Lane) -> None:
+    lane.put(step("a0"), ScriptedJob("p0", 500), ScriptedJob("p1", 500))
+    lane.run()
+    lane.run()
+    assert [job.name for job in lane.schedule.remove("p")] == ["p0", "p1"]
+    assert lane.schedule.take(lane.now) is None
