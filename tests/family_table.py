@@ -30,12 +30,13 @@ A family is supported once tests cover it: with tiny random checkpoints in float
 give the same greedy tokens and logits within 1e-4, at every split that the table allows, with an effective start inside
 a shard, with prompts in chunks of 1, 7 and 64, and after the state was lost at three points of the answer
 (`tests/unit/test_shard_families.py`, `test_shard_parity.py`). What a session keeps is read off the cache objects of
-those runs. All of it counts in a node's budget.
+those runs. All of it counts in a node's budget. Whether steps of several sessions run in one forward (ADR-0028) is tested
+too (`test_sessions_together.py`).
 
 A split that is not allowed is refused when a node starts, by name, with the reason and the nearest split that works.
 
-| family (`model_type`) | a session keeps | can be cut | notes |
-| --- | --- | --- | --- |
+| family (`model_type`) | a session keeps | can be cut | sessions decode | notes |
+| --- | --- | --- | --- | --- |
 """
 
 _TOWERS = """
@@ -85,7 +86,8 @@ def _row(family: str, root: Path) -> str:
     route = Route([(load_shard(folder, LayerRange(0, layers), dtype="float32", device="cpu"), 0)])
     (state,) = route.open()
     route.frame(list(range(3, 20)), 0, [state])
-    return f"| {family} | {', '.join(sorted(set(_kinds(state))))} | {where} | {note} |"
+    many = "together" if route.hops[0][0].batch_limit > 1 else "one by one"
+    return f"| {family} | {', '.join(sorted(set(_kinds(state))))} | {where} | {many} | {note} |"
 
 
 def _kinds(state: SessionState) -> Iterator[str]:

@@ -7,12 +7,14 @@ import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from meshnet_node.forward_lane import ForwardLane
+from meshnet_node.forward_lane import ForwardLane, LaneTiming
 from meshnet_node.model_backend import ShardBackend, ShardResult, ShardWork
+from meshnet_node.session_state import SessionState
 
 
 class ScriptedBackend:
@@ -60,8 +62,8 @@ def work(name: str) -> ShardWork:
 class Lane:
     """A lane with the tasks that wait for it."""
 
-    def __init__(self) -> None:
-        self.lane = ForwardLane("lane-under-test")
+    def __init__(self, **options: Any) -> None:
+        self.lane = ForwardLane("lane-under-test", **options)
         self.backend = ScriptedBackend()
         self.tasks: list[asyncio.Task[Any]] = []
 
@@ -71,9 +73,11 @@ class Lane:
         name: str,
         backend: ScriptedBackend | None = None,
         finish: Callable[[ShardResult], object] | None = None,
+        exact: bool = False,
     ) -> asyncio.Task[Any]:
         run_on = cast(ShardBackend, backend or self.backend)
-        task = asyncio.create_task(self.lane.run(turn, run_on, work(name), finish or (lambda _: name)))
+        frame = replace(work(name), exact=exact)
+        task = asyncio.create_task(self.lane.run(turn, run_on, frame, finish or (lambda _: name)))
         self.tasks.append(task)
         return task
 
@@ -96,7 +100,18 @@ class Lane:
 
 @pytest.fixture
 async def lane() -> AsyncIterator[Lane]:
-    lane = Lane()
+    async for lane in _closed_after(Lane()):
+        yield lane
+
+
+@pytest.fixture
+async def still() -> AsyncIterator[Lane]:
+    """A lane whose clock stands still: a step that ran once is always just over."""
+    async for lane in _closed_after(Lane(now=lambda: 0.0)):
+        yield lane
+
+
+async def _closed_after(lane: Lane) -> AsyncIterator[Lane]:
     yield lane
     lane.backend.run_free()
     await asyncio.to_thread(lane.lane.close)
@@ -219,6 +234,113 @@ async def test_in_a_batch_each_caller_gets_its_own_result(lane: Lane) -> None:
     assert outcomes[1][0] == "a0"
     assert isinstance(outcomes[2], KeyError)
     assert outcomes[3][0] == "c0"
+
+
+async def test_a_frame_that_must_run_alone_is_in_no_batch(lane: Lane) -> None:
+    lane.backend.batch_limit = 3
+    await lane.occupy()
+    await lane.queue(("a", "a0"), ("b", "b0"), ("c", "c0"))
+    lane.submit("d", "d0", exact=True)
+    await lane.finish()
+    assert lane.backend.batches[1:] == [["a0", "b0", "c0"], ["d0"]]
+    assert lane.lane.batches == {1: 2, 3: 1}
+
+
+# -- long frames in pieces --------------------------------------------------------------------------------------------
+
+
+LONG = bytes(range(40, 140))
+"""A payload of one byte a position."""
+
+
+def long_work(**changes: Any) -> ShardWork:
+    return replace(ShardWork(0, cast(SessionState, object()), 50, len(LONG), LONG, "float32", sample=1), **changes)
+
+
+class EchoBackend(ScriptedBackend):
+    """Gives every payload back as hidden states, in capitals as it were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: list[ShardWork] = []
+        self.run_free()
+
+    def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
+        self.works += works
+        self.started.release()
+        assert self.gate.acquire(timeout=20)
+        return [ShardResult(memoryview(bytes(work.payload) * 2), None, 0.0) for work in works]
+
+
+async def run_long(lane: Lane, echo: EchoBackend, given: ShardWork) -> tuple[ShardResult, LaneTiming]:
+    """A long frame right after a step; the works of the echo are its pieces."""
+    await lane.lane.run("step", cast(ShardBackend, echo), work("s"), lambda result: result)
+    echo.works.clear()
+    return await lane.lane.run("long", cast(ShardBackend, echo), given, lambda result: result)
+
+
+async def test_beside_steps_a_long_frame_runs_in_pieces_and_its_caller_sees_one(still: Lane) -> None:
+    echo = EchoBackend()
+    held = cast(SessionState, object())
+    result, timing = await run_long(still, echo, long_work(held=held))
+    assert result.hidden == b"".join(bytes(piece.payload) * 2 for piece in echo.works)
+    assert len(echo.works) > 1
+    assert b"".join(bytes(piece.payload) for piece in echo.works) == LONG
+    ends = [50]
+    for piece in echo.works:
+        assert piece.position == ends[-1]
+        ends.append(piece.position + piece.seq_len)
+    assert ends[-1] == 150
+    assert [piece.sample for piece in echo.works] == [0] * (len(echo.works) - 1) + [1]
+    assert [piece.held for piece in echo.works] == [held] + [None] * (len(echo.works) - 1)
+    assert min(timing.queue_s, timing.forward_s, timing.finish_s) >= 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"exact": True}, {"state": None, "position": 0}, {"sample": 2}, {"payload": LONG[1:]}]
+)
+async def test_a_long_frame_that_pieces_would_change_runs_whole(still: Lane, changes: dict[str, Any]) -> None:
+    echo = EchoBackend()
+    given = long_work(**changes)
+    await run_long(still, echo, given)
+    assert echo.works == [given]
+
+
+async def test_a_long_frame_without_steps_about_runs_whole(still: Lane) -> None:
+    echo = EchoBackend()
+    given = long_work()
+    await still.lane.run("long", cast(ShardBackend, echo), given, lambda result: result)
+    assert echo.works == [given]
+
+
+async def test_a_piece_that_fails_ends_the_frame(still: Lane) -> None:
+    class Failing(EchoBackend):
+        def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
+            results = super().forward(works)
+            return [KeyError("second piece")] if len(self.works) == 2 else results
+
+    echo = Failing()
+    with pytest.raises(KeyError, match="second piece"):
+        await run_long(still, echo, long_work())
+    assert len(echo.works) == 2
+    assert still.lane.queued == 0
+
+
+async def test_a_frame_withdrawn_while_a_piece_runs_does_not_go_on(still: Lane) -> None:
+    echo = EchoBackend()
+    shard = cast(ShardBackend, echo)
+    await still.lane.run("step", shard, work("s"), lambda result: result)
+    echo.gate = threading.Semaphore(0)
+    echo.started = threading.Semaphore(0)
+    echo.works.clear()
+    task = asyncio.create_task(still.lane.run("long", shard, long_work(), lambda result: result))
+    await asyncio.to_thread(echo.started.acquire)
+    still.lane.withdraw("long")
+    echo.run_free()
+    await asyncio.wait([task], timeout=20)
+    assert task.cancelled()
+    assert len(echo.works) == 1
+    assert still.lane.queued == 0
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

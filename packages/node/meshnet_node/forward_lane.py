@@ -43,7 +43,7 @@ class _Job(Generic[T]):
     finish: Callable[[ShardResult], T]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[tuple[T, LaneTiming]]
-    queued_at: float = field(default_factory=time.perf_counter)
+    queued_at: float
     batch: Hashable | None = field(init=False)
     is_step: bool = field(init=False)
     done: int = 0  # positions run
@@ -125,9 +125,17 @@ class ForwardLane:
         threads: CPU threads that torch uses for this lane's frames; None leaves it as it is. Set in the lane's own
             thread, since OpenMP keeps a team of threads for each thread that calls it: where others had teams too,
             there would be more threads than cores, and libgomp then puts waiting ones to sleep at every product.
+        now: seconds of a clock that never goes back.
     """
 
-    def __init__(self, name: str = "forward-lane", *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "forward-lane",
+        *,
+        threads: int | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._now = now
         self._threads = threads
         self._schedule: LaneSchedule[_Job[object]] = LaneSchedule()
         self._running: dict[object, _Job[object]] = {}
@@ -167,7 +175,7 @@ class ForwardLane:
             asyncio.CancelledError: the frame was withdrawn, or the lane closed before it ran.
         """
         loop = asyncio.get_running_loop()
-        job: _Job[T] = _Job(backend, work, finish, loop, loop.create_future())
+        job: _Job[T] = _Job(backend, work, finish, loop, loop.create_future(), self._now())
         with self._ready:
             if self._closed:
                 raise RuntimeError("the forward lane is closed")
@@ -208,7 +216,7 @@ class ForwardLane:
         """Wait for what runs next; None once the lane is closed."""
         with self._ready:
             while not self._closed:
-                taken = self._schedule.take(time.perf_counter())
+                taken = self._schedule.take(self._now())
                 if isinstance(taken, Taken):
                     self._running = dict(zip(taken.turns, taken.jobs, strict=True))
                     return taken
@@ -217,7 +225,7 @@ class ForwardLane:
 
     def _execute(self, taken: Taken[_Job[object]]) -> None:
         jobs = taken.jobs
-        started = time.perf_counter()
+        started = self._now()
         try:
             works = [job.piece(taken.positions) for job in jobs]
             results: list[ShardResult | Exception] = list(jobs[0].backend.forward(works))
@@ -225,7 +233,7 @@ class ForwardLane:
                 raise RuntimeError(f"the backend gave {len(results)} results for {len(jobs)} frames")  # noqa: TRY301
         except Exception as error:  # noqa: BLE001 - the lane outlives any frame; the frame's caller gets the error
             results = [error] * len(jobs)
-        ended = time.perf_counter()
+        ended = self._now()
         with self._ready:
             if jobs[0].is_step:
                 self._batches[len(jobs)] += 1
@@ -254,14 +262,14 @@ class ForwardLane:
                     return
             self._settle(turn, job, None)
             return
-        finishing = time.perf_counter()
+        finishing = self._now()
         try:
             value = job.finish(result)
         except Exception as error:  # noqa: BLE001 - as above
             self._settle(turn, job, error)
             return
         queue_s = max(0.0, ended - job.queued_at - job.forward_s)
-        self._settle(turn, job, (value, LaneTiming(queue_s, job.forward_s, time.perf_counter() - finishing)))
+        self._settle(turn, job, (value, LaneTiming(queue_s, job.forward_s, self._now() - finishing)))
 
     def _settle(self, turn: object, job: _Job[object], value: tuple[object, LaneTiming] | Exception | None) -> None:
         """Tell the outcome of a frame that ran; who hears of it finds the lane through with it."""
