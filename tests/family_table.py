@@ -30,8 +30,8 @@ A family is supported once tests cover it: with tiny random checkpoints in float
 give the same greedy tokens and logits within 1e-4, at every split that the table allows, with an effective start inside
 a shard, with prompts in chunks of 1, 7 and 64, and after the state was lost at three points of the answer
 (`tests/unit/test_shard_families.py`, `test_shard_parity.py`). What a session keeps is read off the cache objects of
-those runs. All of it counts in a node's budget. Whether steps of several sessions run in one forward (ADR-0028) is tested
-too (`test_sessions_together.py`).
+those runs. All of it counts in a node's budget. Whether steps of several sessions run in one forward (ADR-0028) is
+tested too (`test_sessions_together.py`).
 
 A split that is not allowed is refused when a node starts, by name, with the reason and the nearest split that works.
 
