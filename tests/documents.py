@@ -6,8 +6,10 @@ of a `console` block the lines after `$ `. Blocks of another language, and inden
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,15 +59,45 @@ def pages() -> list[Path]:
 
 def commands(page: Path) -> Iterator[Command]:
     """Those of the fenced blocks of ``page``, in order."""
-    for found in _FENCE.finditer(page.read_text(encoding="utf-8")):
-        lines = [line.strip() for line in found["body"].replace("\\\n", " ").splitlines()]
-        if found["language"] == "console":
+    for block in typed_blocks(page.read_text(encoding="utf-8")):
+        yield from (Command(str(page.relative_to(ROOT)), line) for line in block.commands)
+
+
+@dataclass(frozen=True)
+class TypedBlock:
+    """A fenced block of `sh`, or of `console`, where what is typed comes after `$ ` and what is said stands below."""
+
+    body: str
+    console: bool
+
+    @property
+    def lines(self) -> list[str]:
+        """What is to be typed, comments among it."""
+        lines = [line.strip() for line in self.body.replace("\\\n", " ").splitlines()]
+        if self.console:
             lines = [line[2:] for line in lines if line.startswith("$ ")]
-        elif found["language"] != "sh":
-            continue
-        for line in lines:
-            if line and not line.startswith("#"):
-                yield Command(str(page.relative_to(ROOT)), line)
+        return [line for line in lines if line]
+
+    @property
+    def commands(self) -> list[str]:
+        return [line for line in self.lines if not line.startswith("#")]
+
+    def said(self, line: str) -> str:
+        """What stands below ``line``; empty where that is nothing."""
+        if not self.console:
+            return ""
+        lines = textwrap.dedent(self.body).splitlines()
+        below = itertools.takewhile(lambda one: not one.startswith("$ "), lines[lines.index(f"$ {line}") + 1 :])
+        return "\n".join(below).strip()
+
+
+def typed_blocks(text: str) -> list[TypedBlock]:
+    """Those of a page, or of a part of one, in order."""
+    return [
+        TypedBlock(one["body"], one["language"] == "console")
+        for one in _FENCE.finditer(text)
+        if one["language"] in {"sh", "console"}
+    ]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -80,6 +112,11 @@ def spans(page: Path) -> Iterator[Command]:
 def spans_of(page: str, text: str) -> Iterator[Command]:
     for found in _SPAN.finditer(text):
         yield Command(page, " ".join(found[1].split()))
+
+
+def bare(line: str) -> str:
+    """A line without its remark, and without the `&` that leaves it running."""
+    return re.sub(r"(\s+&)?(\s+#.*)?$", "", line)
 
 
 class NotTakenError(Exception):
@@ -111,10 +148,10 @@ def parsed(command: Command) -> str:
     return " ".join(names)
 
 
-def sections(page: Path) -> dict[str, list[str]]:
-    """The `sh` blocks of ``page`` by the heading of second level that they stand under."""
-    found: dict[str, list[str]] = {}
+def sections(page: Path) -> dict[str, list[TypedBlock]]:
+    """What ``page`` tells to type, by the heading of second level that it stands under."""
+    found: dict[str, list[TypedBlock]] = {}
     for part in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         title, _, text = part.partition("\n")
-        found[title] = [one["body"] for one in _FENCE.finditer(text) if one["language"] == "sh"]
+        found[title] = typed_blocks(text)
     return found

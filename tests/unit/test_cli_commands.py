@@ -67,8 +67,8 @@ MISTAKES: list[tuple[str, str, int, str]] = [
     # -- no nodes
     ("no nodes", "route m --tracker TRACKER", 1, r"no node has registered; start one with `meshnet node MODEL"),
     ("no nodes", "plan MODEL --on-mesh --tracker TRACKER", 2, r"no node|name the machines|--on"),
-    ("no nodes", "chat --url BARE -m hi", 1, r"serves no complete model yet; its status is at"),
-    ("no nodes", "bench --url BARE", 1, r"serves no complete model yet; its status is at"),
+    ("no nodes", "chat --url BARE -m hi", 1, r"serves no complete model yet; `meshnet status --url"),
+    ("no nodes", "bench --url BARE", 1, r"serves no complete model yet; `meshnet status --url"),
     # -- a gap in the layers
     ("gap", "route m --tracker GAP", 1, r"layers 15-29 of m are served by no node.*meshnet node MODEL --layers"),
     ("gap", "up MODEL --splits 0-1,3", 2, r"--splits leave out layers? 2"),

@@ -67,6 +67,37 @@ def test_the_status_tells_gaps_with_what_closes_them_and_what_is_degraded() -> N
     assert "degraded: no Redis" in text
 
 
+def test_a_node_that_does_not_answer_leaves_a_gap_before_its_lease_has_ended() -> None:
+    text = "\n".join(status.lines(told(one("a", "0-14", answers=False), one("b", "10-29"))))
+    assert "m: 30 layers, but nobody who holds layers 0-9 answers" in text
+    assert "0-14  a (cpu, float32, does not answer)" in text
+    assert "meshnet node MODEL --layers 0-9" in text
+    assert "expected" not in text
+
+
+def test_the_status_tells_the_speed_that_was_measured() -> None:
+    hops = [{"node": "a", "layers": "0-14"}, {"node": "b", "layers": "15-29"}]
+    begins = {"model": "m", "route": [], "completion_tokens": 0, "tokens_per_s": None}
+    runs = {"model": "m", "route": hops, "completion_tokens": 41, "tokens_per_s": 8.26}
+    latest = {"m": {"completion_tokens": 120, "tokens_per_s": 9.0}}
+    gateway = {"active_generations": 2, "running": [runs, begins], "latest": latest, "requests": {"ok": 3}}
+    text = "\n".join(status.lines(told(one("a", "0-14"), one("b", "15-29"), gateway=gateway)))
+    assert "gateway: 2 answers running; so far 3 ok" in text
+    assert "m over a[0-14] -> b[15-29]: 41 tokens, 8.3 tokens/s measured" in text
+    assert "m over no route yet: 0 tokens\n" in text
+    assert "m, the newest answer: 120 tokens, 9.0 tokens/s measured" in text
+
+
+def test_models_of_one_name_are_told_apart_by_their_files() -> None:
+    document = told(one("a", "0-29"), one("b", "0-29"))
+    document["models"] = [document["models"][0] | {"fingerprint": letter * 64} for letter in "ef"]
+    for node_of, model in zip(document["nodes"], document["models"], strict=True):
+        node_of["layers"] = [node_of["layers"][0] | {"fingerprint": model["fingerprint"]}]
+    first, held, _, second, *_ = status.lines(document)
+    assert (first, second) == tuple(f"m of the files {letter * 12}: 30 layers, whole" for letter in "ef")
+    assert held.split()[1] == "a"
+
+
 def test_a_mesh_without_nodes_says_how_to_start_one() -> None:
     assert "meshnet node MODEL --layers" in next(status.lines({"models": [], "nodes": []}))
 

@@ -11,7 +11,21 @@ import typer
 from docs_site import reference
 from docs_site.build import build
 
-from documents import ROOT, Command, NotTakenError, blocks, commands, pages, parsed, spans, spans_of
+from documents import (
+    ROOT,
+    Command,
+    NotTakenError,
+    bare,
+    blocks,
+    commands,
+    pages,
+    parsed,
+    sections,
+    spans,
+    spans_of,
+    typed_blocks,
+)
+from guide_scenes import EXCUSES, README_SECTIONS, SCENES, STAND_INS
 from meshnet_cli import settings, variables
 from meshnet_cli.main import app
 from meshnet_core.errors import ERRORS_BY_CODE, MissReason
@@ -47,6 +61,27 @@ def test_a_target_in_the_docs_is_one_of_the_makefile(command: Command) -> None:
     targets = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = [word for word in command.words[1:] if "=" not in word]
     assert set(named) <= {target for line in targets for target in line.split()}, command
+
+
+def test_each_page_with_commands_has_its_scene_with_a_step_for_each_block() -> None:
+    steps = {name: len(scene.steps) for name, scene in SCENES.items()}
+    found = {str(page.relative_to(ROOT)): len(typed_blocks(page.read_text("utf-8"))) for page in pages()}
+    readme = found.pop("README.md")
+    assert steps == {name: count for name, count in found.items() if count}
+    # What the README tells to type stands under a heading whose commands are typed, or has an excuse.
+    told = sections(ROOT / "README.md")
+    assert readme == sum(map(len, told.values()))
+    for section, typed in told.items():
+        lines = {bare(line) for block in typed for line in block.commands}
+        assert bool(lines) is (section in README_SECTIONS) or lines <= set(EXCUSES), section
+        assert section not in README_SECTIONS or not lines & set(EXCUSES), section
+
+
+def test_an_excuse_and_a_stand_in_are_of_something_that_stands_in_the_docs() -> None:
+    lines = {bare(command.text) for command in ALL}
+    assert set(EXCUSES) <= lines
+    assert all(EXCUSES.values())
+    assert all(any(own in line for line in lines) for own in STAND_INS)
 
 
 def test_programs_in_the_docs_are_programs() -> None:

@@ -83,8 +83,9 @@ async def model_of(gateway: Gateway, wanted: str | None) -> str:
     async with gateway:
         models = await gateway.models()
     if not models:
+        at = "" if gateway.url == options.DEFAULT_API_URL else f" --url {gateway.url}"
         raise CommandFailedError(
-            f"the mesh at {gateway.url} serves no complete model yet; its status is at {gateway.url}/meshnet/status"
+            f"the mesh at {gateway.url} serves no complete model yet; `meshnet status{at}` shows what lacks"
         )
     if wanted is not None and wanted not in models:
         raise ModelNotFoundError(f"the mesh serves no model {wanted!r}; it serves {', '.join(models)}")

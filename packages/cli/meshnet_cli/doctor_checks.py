@@ -306,10 +306,10 @@ _FINE: dict[str, Callable[[Facts], str]] = {
     "disk": lambda facts: ", ".join(f"{megabytes(one.free_bytes)} free for {one.path}" for one in facts.folders),
     "settings": lambda facts: ", ".join(facts.variables) or "none in the environment",
     "identity": _identity_fine,
-    "trackers": lambda facts: ", ".join(tracker.url for tracker in facts.trackers) + " answer",
+    "trackers": lambda facts: f"answering: {', '.join(tracker.url for tracker in facts.trackers)}",
     "clock": _clock_fine,
     "reachability": lambda facts: (
-        f"{len(facts.snapshot.nodes)} nodes answer from here" if facts.snapshot is not None else "no nodes to ask"
+        f"answering from here: {len(facts.snapshot.nodes)}" if facts.snapshot is not None else "no nodes to ask"
     ),
     "versions": lambda facts: f"meshnet {facts.version}, as everywhere",
     "models": _models_fine,

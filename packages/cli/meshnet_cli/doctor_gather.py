@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from meshnet_cli import options
+from meshnet_cli import find_trackers, options
 from meshnet_cli.doctor_facts import Device, Facts, Folder, Library, MeshFiles, ModelFact, Port, TrackerFact
 from meshnet_core import __version__, certificates
 from meshnet_core.errors import MeshnetError
@@ -46,7 +46,8 @@ async def gather(
     """Everything there is to know; what cannot be known is told as a fact too, and nothing is raised for it.
 
     Args:
-        trackers: addresses; those remembered in ``folder`` where none are given.
+        trackers: addresses; where none are given those remembered in ``folder``, or on a machine in no mesh those that
+            it runs for itself.
         folder: with this machine's place in a mesh, which need not be there.
         model: MODEL, to be opened; None for none.
         device: as given with ``--device``.
@@ -56,6 +57,8 @@ async def gather(
     """
     files, tls = _mesh_files(folder)
     urls, no_tracker = _addresses(trackers, folder)
+    if not urls and not files.there and (here := await find_trackers.of_this_machine()):
+        urls, no_tracker = here, None
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(ssl=tls or True)) as http:
         found = await asyncio.gather(*(_tracker(http, url) for url in urls))

@@ -121,7 +121,9 @@ class EventSource:
         """Pages after ``tail``, the first at once and each later one when there is something on it, of one tracker."""
         from meshnet_core.tracker_client import TrackerClient
 
-        url, *_ = await find_trackers.trackers_for(self._given, self._identity, insecure=self._insecure)
+        url, *_ = await find_trackers.trackers_for(
+            self._given, self._identity, insecure=self._insecure, looks_only=True
+        )
         tls = trust.client_tls(self._identity)
         client = TrackerClient(url, tls=tls)
         try:

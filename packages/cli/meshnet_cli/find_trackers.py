@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from meshnet_cli import trust
+from meshnet_cli import options, trust
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.errors import InvalidInputError, TrackerUnreachableError
 
@@ -22,13 +22,17 @@ NO_NODES = "no node has registered; start one with `meshnet node MODEL --layers 
 logger = logging.getLogger(__name__)
 
 
-async def trackers_for(given: Sequence[str], identity: trust.Identity | None, *, insecure: bool) -> list[str]:
+async def trackers_for(
+    given: Sequence[str], identity: trust.Identity | None, *, insecure: bool, looks_only: bool = False
+) -> list[str]:
     """Addresses of trackers, the first of which answered just now.
 
     Args:
         given: with ``--tracker``; nothing else is asked then.
         identity: this machine's, whose mesh is looked for.
         insecure: as given with ``--insecure``: a tracker without certificates may be looked for too.
+        looks_only: for a command that changes nothing: on a machine in no mesh, that which it runs for itself is
+            meant, where there is one.
 
     Raises:
         InvalidInputError: none is given, and this machine is in no mesh whose trackers could be found.
@@ -45,6 +49,8 @@ async def trackers_for(given: Sequence[str], identity: trust.Identity | None, *,
     if given:
         return await _answering(given, identity)
     if identity is None and not insecure:
+        if looks_only and (here := await of_this_machine()):
+            return here
         raise InvalidInputError(
             "this machine is in no mesh, so say where a tracker is with --tracker URL; "
             "or join a mesh with `meshnet join TICKET`, after which its trackers are known"
@@ -73,12 +79,31 @@ async def snapshot_of(given: Sequence[str], identity: trust.Identity | None, *, 
     """The nodes that the first tracker that answers knows; arguments and errors are those of `trackers_for`."""
     from meshnet_core.tracker_client import TrackerClient
 
-    url, *_ = await trackers_for(given, identity, insecure=insecure)
+    url, *_ = await trackers_for(given, identity, insecure=insecure, looks_only=True)
     client = TrackerClient(url, tls=trust.client_tls(identity))
     try:
         return await client.snapshot()
     finally:
         await client.close()
+
+
+async def of_this_machine() -> list[str]:
+    """Addresses of trackers that answer on loopback: those of the gateway at its usual port (`meshnet up`),
+    else the one at its own."""
+    from meshnet_cli.chat_stream import Gateway
+
+    urls = [f"http://{options.LOOPBACK}:{options.DEFAULT_TRACKER_PORT}"]
+    try:
+        async with Gateway(options.DEFAULT_API_URL) as gateway:
+            told = (await gateway.get("/meshnet/status")).get("trackers")
+    except CommandFailedError:
+        told = None
+    named = [one.get("url") for one in told if isinstance(one, dict)] if isinstance(told, list) else []
+    urls = [*(url for url in named if isinstance(url, str) and trust.is_loopback_url(url)), *urls]
+    try:
+        return await _answering(urls, None)
+    except TrackerUnreachableError:
+        return []
 
 
 async def of_mesh(pin: str | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -114,10 +115,15 @@ async def _serve(given: Sequence[str], front: Front, api: Api, *, insecure: bool
         _found(front, api),
     ):
         base = serving.url_of(front.host, serving.port_of(front.sock), front.scheme)
-        if api.dashboard:
-            logging.getLogger(__name__).info("dashboard: %s/dashboard", base)
+        if api.dashboard and (page := dashboard_at(base)) is not None:
+            logging.getLogger(__name__).info("dashboard: %s", page)
         serving.say_ready(f"{base}/v1")
         await stopped.wait()
+
+
+def dashboard_at(base: str) -> str | None:
+    """The address of the dashboard of the gateway at ``base``; None where it is not installed."""
+    return f"{base}/dashboard" if importlib.util.find_spec("nicegui") else None
 
 
 @asynccontextmanager

@@ -5,7 +5,8 @@ Both tell one document, that of `GET /v1/meshnet/status`; from trackers it lacks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,26 @@ class Source:
                 "`meshnet up smollm2`, or say where yours is with --url URL or --tracker URL"
             )
         return await _of_trackers(self.trackers, identity, insecure=self.insecure)
+
+
+def asking(show: Callable[[Document, bool], None]) -> Callable[..., None]:
+    """A command of the same name and help as ``show``, with the options that say whom to ask; ``show`` is given the
+    document, and whether it is wanted as JSON."""
+
+    def command(
+        context: typer.Context,
+        url: options.GatewayUrl = None,
+        tracker: options.TrackerUrls = None,
+        as_json: options.Json = False,
+        api_key: options.ClientKey = None,
+        mesh: options.MeshPath = None,
+        insecure: options.Insecure = False,
+    ) -> None:
+        source = Source.chosen(context, url, api_key, options.tracker_urls(tracker), mesh, insecure=insecure)
+        show(asyncio.run(source.document(show.__name__)), as_json)
+
+    command.__name__, command.__doc__ = show.__name__, show.__doc__
+    return command
 
 
 async def _of_gateway(url: str, key: str | None) -> Document:

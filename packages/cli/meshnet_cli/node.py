@@ -107,7 +107,12 @@ def node(
     name: Annotated[
         str | None, typer.Option("--name", help="Name in the mesh.", show_default="this machine's, and the port")
     ] = None,
-    api: Annotated[bool, typer.Option("--api", help="Serve the API of a gateway too, from this process.")] = False,
+    api: Annotated[
+        bool,
+        typer.Option(
+            "--api", help="Serve the API of a gateway too, from this process; a dashboard has only `meshnet gateway`."
+        ),
+    ] = False,
     api_port: Annotated[
         int | None,
         typer.Option(

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import typer
-
 from meshnet_cli import options
 from meshnet_cli.find_trackers import NO_NODES
-from meshnet_cli.mesh_source import Source
+from meshnet_cli.mesh_source import Document, asking
 from meshnet_cli.status import megabytes
 
 COLUMNS = ("node", "model", "layers", "device", "dtype", "ms per layer", "sessions", "cache", "state")
 
 
-def nodes(
-    context: typer.Context,
-    url: options.GatewayUrl = None,
-    tracker: options.TrackerUrls = None,
-    as_json: options.Json = False,
-    api_key: options.ClientKey = None,
-    mesh: options.MeshPath = None,
-    insecure: options.Insecure = False,
-) -> None:
+@asking
+def nodes(document: Document, as_json: bool) -> None:
     """List the nodes of a mesh: their layers, device, speed, sessions and memory."""
-    source = Source.chosen(context, url, api_key, options.tracker_urls(tracker), mesh, insecure=insecure)
-    found = asyncio.run(source.document("nodes"))["nodes"]
+    found = document["nodes"]
     if as_json:
         print(json.dumps(found, indent=2))
         return

@@ -88,7 +88,7 @@ def _show(told: RouteExplanation) -> None:
 
 def _hops(told: RouteExplanation) -> Table:
     table = _table(
-        "milliseconds of each hop", "node", "layers", "ms per layer", "layers", "link", "queue", "room", "sum"
+        "milliseconds of each hop", "node", "layers", "ms per layer", "all layers", "link", "queue", "room", "sum"
     )
     for hop in told.hops:
         link = f"{hop.link_ms:.2f}" + (f" ±{hop.link_sd:.2f}" if hop.link_sd is not None else "")

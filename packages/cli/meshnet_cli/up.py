@@ -10,6 +10,7 @@ import typer
 
 from meshnet_cli import lifeline, options, serving, splits
 from meshnet_cli.complaint import say
+from meshnet_cli.gateway import dashboard_at
 from meshnet_cli.session_limits import DEFAULT_MAX_SESSIONS, DEFAULT_SESSION_TTL_S, SessionLimits
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.layer_range import LayerRange
@@ -65,7 +66,7 @@ def up(
         node_options = ("--dtype", dtype.value, "--device", device, *limits.arguments())
         page = "--dashboard" if dashboard else "--no-dashboard"
         gateway_options = ("--recovery", recovery.value, "--step-deadline", f"{step_deadline:g}", page)
-        _up(model, nodes, split, port, node_options, threads, gateway_options)
+        _up(model, nodes, split, port, node_options, threads, gateway_options, dashboard=dashboard)
     except StoppedError:
         say("stopped")
 
@@ -78,6 +79,8 @@ def _up(
     node_options: tuple[str, ...],
     threads: int | None,
     gateway_options: tuple[str, ...],
+    *,
+    dashboard: bool,
 ) -> None:
     from meshnet_cli.child_progress import showing_children
     from meshnet_cli.local_mesh import LocalMesh, Plan, threads_each
@@ -93,6 +96,9 @@ def _up(
         say(
             f"layers {', '.join(map(str, ranges))} on {len(ranges)} nodes, logs in {mesh.folder}; try: meshnet chat{at}"
         )
+        if dashboard:
+            page = dashboard_at(mesh.api_url.removesuffix("/v1"))
+            say("dashboard: " + (page or "not installed; pip install 'meshnet[dashboard]' brings it"))
         print(f"ready {mesh.api_url}", flush=True)
         mesh.watch()
 

@@ -15,6 +15,7 @@ class LiveGenerations:
     def __init__(self) -> None:
         self._running: dict[GenerationLike, str] = {}
         self._tokens_of_ended = 0
+        self._latest: dict[str, dict[str, Any]] = {}
 
     @property
     def tokens(self) -> int:
@@ -30,10 +31,17 @@ class LiveGenerations:
         finally:
             del self._running[generation]
             self._tokens_of_ended += _made(generation)
+            report = generation.report()
+            if (speed := report.get("tokens_per_s")) is not None:
+                self._latest[model] = {"completion_tokens": report["completion_tokens"], "tokens_per_s": speed}
 
     def to_json(self) -> list[dict[str, Any]]:
         """Each running one: session, model, route, tokens of prompt and answer, tokens per second of the newest 50."""
         return [_entry(generation.report(), model) for generation, model in self._running.items()]
+
+    def latest(self) -> dict[str, dict[str, Any]]:
+        """By model, the newest one that ended after several tokens: how many, and tokens per second."""
+        return dict(self._latest)
 
 
 def _made(generation: GenerationLike) -> int:

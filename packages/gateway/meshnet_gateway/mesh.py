@@ -238,6 +238,7 @@ class Mesh:
             "layers": [
                 {
                     "model": shard.model,
+                    "fingerprint": shard.fingerprint,
                     "layers": str(shard.layers),
                     "dtype": shard.dtype,
                     "loaded": shard.loaded,

@@ -86,6 +86,7 @@ class GatewayFigures:
             "uptime_s": round(time.monotonic() - self._began, 1),
             "active_generations": self._active(),
             "running": self.live.to_json(),
+            "latest": self.live.latest(),
             "answer_tokens": self.live.tokens,
             "requests": dict(sorted(self._outcomes.items())),
             **({} if self._room is None else {"waiting_for_room": self._room.waiting}),
