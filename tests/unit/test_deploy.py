@@ -81,6 +81,19 @@ def test_what_the_image_copies_is_there_and_it_runs_as_nobody_in_particular() ->
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["1000"]
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_compose_file_is_one_by_the_schema_of_compose_files(broken: bool, tmp_path: Path) -> None:
+    checker = Path(sys.executable).with_name("check-jsonschema")
+    if not checker.exists():
+        pytest.skip("there is no check-jsonschema here")
+    text = (DEPLOY / "compose.yaml").read_text()
+    (file := tmp_path / "compose.yaml").write_text(text.replace("    hostname:", "    hostnaem:") if broken else text)
+    command = [checker, "--builtin-schema", "vendor.compose-spec", file]  # within its wheel; nothing is fetched
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode != 0) is broken, done.stdout
+    assert ("hostnaem" in done.stdout) is broken
+
+
 def test_the_compose_file_starts_commands_of_the_program_in_containers_that_fit_together() -> None:
     services = COMPOSE["services"]
     assert set(services) == {"tracker", "node-a", "node-b", "gateway"}

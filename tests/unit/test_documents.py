@@ -3,6 +3,7 @@ reference has all of them."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -120,6 +121,34 @@ def test_options_named_in_the_text_are_options() -> None:
             if word not in options | {"--help"}
         ]
     assert not wrong
+
+
+def test_messages_quoted_in_troubleshooting_are_messages_of_the_program() -> None:
+    quoted = re.findall(r'"([^"]+)"', (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"))
+    assert len(quoted) > 8
+    said = messages()
+    assert [quote for quote in quoted if quote not in said] == []
+
+
+def test_codes_named_in_troubleshooting_are_codes() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    assert set(re.findall(r"^\| `([a-z_]+)`", page, re.MULTILINE)) <= set(ERRORS_BY_CODE)
+
+
+def messages() -> str:
+    """The fixed parts of all strings in the source of the program; what is put into them is an ellipsis."""
+    found = []
+    for path in sorted((ROOT / "packages").rglob("*.py")):
+        walked = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        docstrings = {one.value for one in walked if isinstance(one, ast.Expr)}
+        for one in walked:
+            if one in docstrings:
+                continue
+            if isinstance(one, ast.JoinedStr):
+                found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in one.values))
+            elif isinstance(one, ast.Constant) and isinstance(one.value, str):
+                found.append(one.value)
+    return "\n".join(found)
 
 
 def test_every_error_and_every_miss_has_its_remedy() -> None:

@@ -36,7 +36,7 @@ class ChatBox:
             )
             self._question.on("keydown.enter.exact.prevent", self.send)
             self._longest = ui.number(label="Longest answer", value=DEFAULT_TOKENS, min=1, max=MOST_TOKENS, precision=0)
-            self._longest.props('outlined dense aria-label="Longest answer, in tokens"').style("width:130px")
+            self._longest.props('outlined dense aria-label="Longest answer, in tokens"').style("width:110px")
             self._send = ui.button("Send", on_click=self.send, color=None).classes("mn-do").props("unelevated no-caps")
             self._stop = ui.button("Stop", on_click=self.stop, color=None).classes("mn-plain").props("outline no-caps")
             self._anew = (
