@@ -28,7 +28,6 @@ PATIENCE_S = 600.0
 NAMES = {"kitchen": ("kitchen.example", "home.example"), "study": ()}
 READY = {"meshnet": "ready http", "redis-server": "Ready to accept connections"}
 SERVING = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:(meshnet) (?:up|tracker|node|gateway)\b|(redis-server)\b)")
-SAID_TO_CHATS = "Name a colour.\n"
 CALLED = 'mount --bind "$1" /etc/hosts && hostname "$0" && shift && exec "$@"'
 """Within the mount namespace that `ip netns exec` makes."""
 
@@ -62,7 +61,7 @@ class Typist:
     excused: Mapping[str, str] = field(default_factory=dict)
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     said: list[tuple[str, str]] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=lambda: {"MESHNET_CHAT_TEMPERATURE": "0"})  # none rambles on
     _running: list[Server] = field(default_factory=list)
     _started: int = 0
 
@@ -88,7 +87,7 @@ class Typist:
             return
         done = subprocess.run(
             self._within(self.network[host], script),
-            input=SAID_TO_CHATS,
+            input="",
             env=self._variables(self.network[host]),
             cwd=self.folder,
             capture_output=True,
