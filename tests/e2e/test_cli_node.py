@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import urllib.request
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from announcements import node
+from meshnet_core.tracker_client import TrackerClient
 from meshnet_process import run, running, wait_until
 from tiny_models import num_layers, save_tiny
 
@@ -49,6 +52,20 @@ def test_a_node_that_is_told_to_stop_leaves_the_tracker(
         assert get(f"{url}/healthz")["shards"][0]["stop"] == 2
         assert node.stop(number) == 0
     assert registered(tracker) == []
+
+
+def test_following_events_ends_at_ctrl_c_without_a_traceback(tracker: str, tmp_path: Path) -> None:
+    async def announce() -> None:
+        client = TrackerClient(tracker)
+        await client.heartbeat(node("passer-by", "0-1"))
+        await client.leave("passer-by")
+        await client.close()
+
+    asyncio.run(announce())
+    with running(tmp_path / "log", "events", "--tracker", tracker, "--follow", "--json") as following:
+        wait_until(lambda: '"passer-by"' in following.output(), 90)
+        assert following.stop(signal.SIGINT, 60) == 130
+        assert "Traceback" not in following.output()
 
 
 @pytest.mark.long

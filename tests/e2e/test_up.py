@@ -45,6 +45,8 @@ def test_it_serves_and_all_its_children_go_with_it(number: signal.Signals, model
         assert isinstance(nodes, list)
         assert [node["node"] for node in nodes] == ["node-1", "node-2"]
         assert get(f"{url}/models")["data"]
+        page = f"{url.removesuffix('/v1')}/dashboard\n"
+        assert f"dashboard: {page}" in up.output() or "dashboard: not installed" in up.output()
         children = up.children()
         assert len(children) == 4
         code = up.stop(number)

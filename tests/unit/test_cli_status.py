@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from announcements import node
 from app_thread import serving_app
-from meshnet_cli import nodes, status
+from meshnet_cli import nodes, options, status
 from meshnet_cli.main import app
 from meshnet_core.clock import SystemClock
+from meshnet_core.errors import InvalidInputError
 from meshnet_core.membership import NodeInfo
 from meshnet_core.tracker_client import TrackerClient
 from meshnet_tracker.directory import Directory
@@ -118,6 +119,29 @@ def test_both_ask_the_gateway_that_is_named() -> None:
         assert json.loads(shown("nodes", "--url", gateway.url, "--json")) == document["nodes"]
         assert "m: 30 layers, whole" in shown("status", "--url", gateway.url)
         assert "1.250" in shown("nodes", "--url", gateway.url)
+
+
+@pytest.mark.parametrize("by", ["gateway", "port"])
+def test_what_only_looks_finds_the_mesh_of_a_machine_in_no_mesh(
+    by: str, tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce(tracker, node("a", "0-29", url="http://127.0.0.1:1"))
+    monkeypatch.setattr(options, "DEFAULT_TRACKER_PORT", int(tracker.rpartition(":")[2]) if by == "port" else 1)
+    document = told(one("a", "0-29")) | {"trackers": [{"url": tracker, "answers": True}]}
+    with serving(ScriptedGateway([], status=document)) as gateway:
+        monkeypatch.setattr(options, "DEFAULT_API_URL", gateway.url if by == "gateway" else "http://127.0.0.1:1/v1")
+        model = json.loads(shown("status", "--tracker", tracker, "--json"))["models"][0]["name"]
+        assert shown("route", model) == "a[0-29]\n"
+        assert "node a joined" in shown("events")
+        assert json.loads(shown("doctor", "--json", code=1))["findings"]  # the node's address answers nobody
+
+
+def test_where_there_is_no_mesh_to_look_at_it_is_asked_where_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "DEFAULT_TRACKER_PORT", 1)
+    monkeypatch.setattr(options, "DEFAULT_API_URL", "http://127.0.0.1:1/v1")
+    result = CliRunner().invoke(app, ["route", "m"])
+    assert isinstance(result.exception, InvalidInputError)
+    assert "--tracker URL" in result.exception.message
 
 
 @pytest.fixture

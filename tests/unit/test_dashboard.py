@@ -154,6 +154,7 @@ async def test_tokens_are_counted_while_they_are_made_and_after() -> None:
     assert watch.speeds() == [(0.0, 4.0)]
     assert live.tokens == 8
     assert live.to_json() == []
+    assert live.latest() == {"tiny": {"completion_tokens": 8, "tokens_per_s": 4.0}}
     clock.advance(1)
     await watch.count()
     assert watch.speeds()[-1] == (0.0, 0.0)
