@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, HopFailedError
-from meshnet_node.shard_pool import FAILURE_HOLD_S, IN_LINE_S, ShardLease, ShardPool
+from meshnet_node.shard_line import IN_LINE_S
+from meshnet_node.shard_pool import FAILURE_HOLD_S, ShardLease, ShardPool
 from scripted_shards import LAYERS, ScriptedShards, fingerprint
 
 NAMES = "abcd"

@@ -9,7 +9,8 @@ import pytest
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, CacheMissError, HopFailedError, InvalidInputError, MissReason
 from meshnet_core.layer_range import LayerRange
-from meshnet_node.shard_pool import FAILURE_HOLD_S, IN_LINE_S, TURN_S, LoadedShard, ShardLease, ShardPool
+from meshnet_node.shard_line import IN_LINE_S, TURN_S
+from meshnet_node.shard_pool import FAILURE_HOLD_S, LoadedShard, ShardLease, ShardPool
 from scripted_shards import LAYERS, ScriptedShards, fingerprint
 
 

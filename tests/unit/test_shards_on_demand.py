@@ -20,7 +20,7 @@ from meshnet_core.open_document import OpenDocument
 from meshnet_core.planning import plan_route
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import Generation, GenerationRequest
-from meshnet_node import shard_pool
+from meshnet_node import shard_line
 from meshnet_node.cache_store import CacheStore, SessionKey, StoreLimits
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_service import HopService
@@ -184,7 +184,7 @@ async def test_answers_under_way_keep_their_models_and_the_third_waits(
 async def test_many_at_once_on_three_models_with_place_for_one_are_all_answered(
     folders: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_pool, "TURN_S", 0.1)
+    monkeypatch.setattr(shard_line, "TURN_S", 0.1)
     async with one_node([offer(*item) for item in folders.items()], 1) as node:
         names = list(folders) * 4
         async with asyncio.timeout(60):

@@ -19,8 +19,8 @@ import aiohttp
 
 from meshnet_cli import access
 from meshnet_cli.complaint import CommandFailedError
+from meshnet_core.connection_words import connection_words
 from meshnet_core.errors import InvalidInputError
-from meshnet_core.tracker_client import connection_words
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 120.0  # longer than a gateway waits for one step of its nodes

@@ -20,10 +20,11 @@ import aiohttp
 from meshnet_cli import find_trackers, options
 from meshnet_cli.doctor_facts import Device, Facts, Folder, Library, MeshFiles, ModelFact, Port, TrackerFact
 from meshnet_core import __version__, certificates
+from meshnet_core.connection_words import connection_words
 from meshnet_core.errors import MeshnetError
 from meshnet_core.membership import Snapshot
 from meshnet_core.mesh_folder import MeshFolder
-from meshnet_core.tracker_client import TrackerClient, connection_words
+from meshnet_core.tracker_client import TrackerClient
 
 TIMEOUT_S = 3.0  # for each tracker and node
 PORTS = (

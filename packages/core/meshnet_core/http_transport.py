@@ -17,6 +17,7 @@ import aiohttp
 
 from meshnet_core import http_codec
 from meshnet_core.clock import Clock, SystemClock
+from meshnet_core.connection_words import connection_words
 from meshnet_core.errors import (
     BadFrameError,
     DeadlineError,
@@ -32,7 +33,6 @@ from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
 from meshnet_core.http_codec import Body
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.prefix import Mark
-from meshnet_core.tracker_client import connection_words
 
 CONTROL_TIMEOUT_S = 5.0  # release and probe: little work, so a node that needs longer does not answer
 CONNECT_TIMEOUT_S = 5.0  # a host that drops packets is unreachable, well before a long step's deadline

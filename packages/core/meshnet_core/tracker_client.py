@@ -1,33 +1,29 @@
 """The tracker as nodes and gateways see it: an asynchronous client of its HTTP API.
 
-The only place where what goes wrong on the way to a tracker becomes an error of our tree. Knows no lease and no retry
-over time; who keeps a node registered is `meshnet_node.registration`.
+What each path takes and gives; `tracker_calls` makes the calls. Knows no lease and no retry over time; who keeps a node
+registered is `meshnet_node.registration`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import ssl
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
-
 from meshnet_core.demand import Demand
-from meshnet_core.errors import InvalidInputError, MeshnetError, TrackerUnreachableError, error_from_wire
+from meshnet_core.errors import InvalidInputError, MeshnetError
 from meshnet_core.event_page import EventPage
 from meshnet_core.frames import PROTOCOLS
 from meshnet_core.link_info import MAX_LINKS, Neighbour
 from meshnet_core.membership import NodeInfo, Snapshot
 from meshnet_core.placeable import Wish
 from meshnet_core.route import Route
+from meshnet_core.tracker_calls import TrackerCalls, is_tracker_url
 from meshnet_core.wire_fields import items, optional_number
 
 MAX_LEASE_S = 86_400.0
 MAX_TRACKERS = 16  # others that one tracker may name
-_REMEDY = "start one with `meshnet tracker`, or give the address of yours with --tracker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +85,18 @@ class TrackerClient:
         protocols: range = PROTOCOLS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        if not is_tracker_url(url):
-            raise InvalidInputError(f"a tracker's address is a URL such as http://127.0.0.1:7400, not {url!r}")
-        check_scheme(url, tls)
-        self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
+        self._calls = TrackerCalls(url, timeout_s, tls)
         self._protocols = protocols
-        self._tls = tls
-        self._session: aiohttp.ClientSession | None = None
         self.told = MeshOfTrackers()
+
+    @property
+    def url(self) -> str:
+        """The tracker's."""
+        return self._calls.url
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        await self._calls.close()
 
     async def heartbeat(self, info: NodeInfo) -> float:
         """Announce a node, for the first time or again.
@@ -109,13 +108,13 @@ class TrackerClient:
             TrackerUnreachableError: nothing that is a tracker answers in time.
             MeshnetError: what the tracker refused with.
         """
-        reply = await self._call("PUT", f"/v1/nodes/{quote(info.node_id, safe='')}", info.to_wire())
+        reply = await self._calls.call("PUT", f"/v1/nodes/{quote(info.node_id, safe='')}", info.to_wire())
         try:
             lease_s = optional_number(reply, "lease_s", most=MAX_LEASE_S)
         except InvalidInputError as error:
-            raise self._no_tracker(error.message) from error
+            raise self._calls.no_tracker(error.message) from error
         if not lease_s:
-            raise self._no_tracker(f"it granted a lease of {lease_s} s")
+            raise self._calls.no_tracker(f"it granted a lease of {lease_s} s")
         self.told = _mesh_of_trackers(reply)
         return lease_s
 
@@ -126,7 +125,8 @@ class TrackerClient:
             UnknownNodeError: no such node, or another start of it, is registered.
             TrackerUnreachableError: as :meth:`heartbeat`.
         """
-        await self._call("DELETE", f"/v1/nodes/{quote(node_id, safe='')}", params={"boot": boot} if boot else None)
+        params = {"boot": boot} if boot else None
+        await self._calls.call("DELETE", f"/v1/nodes/{quote(node_id, safe='')}", params=params)
 
     async def wish(self, node_id: str, *, boot: str) -> Wish:
         """What the tracker wants a node to hold that leaves its layers to it.
@@ -136,11 +136,11 @@ class TrackerClient:
             UnknownNodeError: this start of the node is not registered.
             TrackerUnreachableError: as :meth:`heartbeat`.
         """
-        reply = await self._call("GET", f"/v1/placement/{quote(node_id, safe='')}", params={"boot": boot})
+        reply = await self._calls.call("GET", f"/v1/placement/{quote(node_id, safe='')}", params={"boot": boot})
         try:
             return Wish.from_wire(reply)
         except InvalidInputError as error:
-            raise self._no_tracker(error.message) from error
+            raise self._calls.no_tracker(error.message) from error
 
     async def snapshot(self) -> Snapshot:
         """All nodes that the tracker knows now.
@@ -148,18 +148,18 @@ class TrackerClient:
         Raises:
             TrackerUnreachableError: as :meth:`heartbeat`.
         """
-        reply = await self._call("GET", "/v1/snapshot")
+        reply = await self._calls.call("GET", "/v1/snapshot")
         try:
             snapshot = Snapshot.from_wire(reply)
         except InvalidInputError as error:
-            raise self._no_tracker(error.message) from error
+            raise self._calls.no_tracker(error.message) from error
         self.told = _mesh_of_trackers(reply)
         return snapshot
 
     async def health(self) -> list[TrackerHealth]:
         """How the tracker is, in a list of one; one that does not answer is told as such."""
         try:
-            reply = await self._call("GET", "/healthz")
+            reply = await self._calls.call("GET", "/healthz")
         except MeshnetError:
             return [TrackerHealth(self.url, answers=False)]
         registry, nodes = reply.get("registry"), reply.get("nodes")
@@ -173,11 +173,11 @@ class TrackerClient:
         Raises:
             TrackerUnreachableError: as :meth:`heartbeat`.
         """
-        reply = await self._call("GET", f"/v1/nodes/{quote(node_id, safe='')}/neighbours")
+        reply = await self._calls.call("GET", f"/v1/nodes/{quote(node_id, safe='')}/neighbours")
         try:
             return [Neighbour.from_wire(one) for one in items(reply, "neighbours", most=MAX_LINKS)]
         except InvalidInputError as error:
-            raise self._no_tracker(error.message) from error
+            raise self._calls.no_tracker(error.message) from error
 
     async def events(self, since: int = 0, log: str | None = None, *, wait_s: int = 0) -> EventPage:
         """What happened to nodes after event ``since`` of ``log``; if nothing did, it is waited for up to ``wait_s``.
@@ -186,11 +186,11 @@ class TrackerClient:
             TrackerUnreachableError: as :meth:`heartbeat`.
         """
         params = {"since": str(since), "wait_s": str(wait_s)} | ({} if log is None else {"log": log})
-        reply = await self._call("GET", "/v1/events", params=params, more_s=wait_s)
+        reply = await self._calls.call("GET", "/v1/events", params=params, more_s=wait_s)
         try:
             return EventPage.from_wire(reply)
         except InvalidInputError as error:
-            raise self._no_tracker(error.message) from error
+            raise self._calls.no_tracker(error.message) from error
 
     async def route(
         self,
@@ -217,11 +217,11 @@ class TrackerClient:
             request["fingerprint"] = fingerprint
         if demand is not None:
             request["demand"] = demand.to_wire()
-        reply = await self._call("POST", "/v1/route", request)
+        reply = await self._calls.call("POST", "/v1/route", request)
         try:
             return Route.from_wire(reply)
         except InvalidInputError as error:
-            raise self._no_tracker(error.message) from error
+            raise self._calls.no_tracker(error.message) from error
 
     async def enroll(self, request_pem: bytes, token: str | None = None) -> bytes:
         """A certificate, PEM, for a request (`certificates.make_request`); without ``token`` a newer one of this
@@ -234,7 +234,7 @@ class TrackerClient:
         asked: dict[str, Any] = {"request": request_pem.decode()}
         if token is not None:
             asked["token"] = token
-        return self._pem(await self._call("POST", "/v1/enroll", asked), "certificate")
+        return self._pem(await self._calls.call("POST", "/v1/enroll", asked), "certificate")
 
     async def authority(self) -> bytes:
         """The certificate, PEM, of the mesh's authority, as this tracker tells it: to be compared with a pin.
@@ -243,84 +243,13 @@ class TrackerClient:
             TicketRefusedError: this tracker is in no mesh.
             TrackerUnreachableError: as :meth:`heartbeat`.
         """
-        return self._pem(await self._call("GET", "/v1/enroll"), "authority")
+        return self._pem(await self._calls.call("GET", "/v1/enroll"), "authority")
 
     def _pem(self, reply: dict[str, Any], key: str) -> bytes:
         told = reply.get(key)
         if not isinstance(told, str) or not told.startswith("-----BEGIN CERTIFICATE-----"):
-            raise self._no_tracker(f"it gave no {key}")
+            raise self._calls.no_tracker(f"it gave no {key}")
         return told.encode()
-
-    async def close(self) -> None:
-        """Close the connections; idempotent."""
-        session, self._session = self._session, None  # at once: a call that comes meanwhile must not find it closed
-        if session is not None:
-            await session.close()
-
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        document: dict[str, Any] | None = None,
-        params: dict[str, str] | None = None,
-        *,
-        more_s: float = 0.0,
-    ) -> dict[str, Any]:
-        timeout_s = self._timeout_s + more_s
-        try:
-            status, text = await self._exchange(method, path, document, params, timeout_s)
-        except TimeoutError as error:
-            raise TrackerUnreachableError(
-                f"the tracker at {self.url} gave no answer within {timeout_s:g} s; {_REMEDY}"
-            ) from error
-        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
-            raise TrackerUnreachableError(
-                f"no tracker answers at {self.url} ({connection_words(error)}); {_REMEDY}"
-            ) from error
-        try:
-            reply = json.loads(text)
-        except (ValueError, RecursionError):
-            reply = None
-        if not isinstance(reply, dict):
-            raise self._no_tracker(f"status {status}, {text[:80]!r}")
-        if status == 200:
-            return reply
-        body = reply.get("error")
-        if not isinstance(body, dict) or not isinstance(body.get("code"), str):  # a gateway's look alike
-            raise self._no_tracker(f"status {status}, {text[:80]!r}")
-        raise error_from_wire(reply, fallback=text)
-
-    async def _exchange(self, *request: Any) -> tuple[int, str]:
-        try:
-            return await self._exchange_once(*request)
-        except aiohttp.ClientConnectorError:
-            raise
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-            # A kept-alive connection that a restarted tracker no longer knows. Every call may be repeated.
-            return await self._exchange_once(*request)
-
-    async def _exchange_once(
-        self,
-        method: str,
-        path: str,
-        document: dict[str, Any] | None,
-        params: dict[str, str] | None,
-        timeout_s: float,
-    ) -> tuple[int, str]:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=self._tls or True))
-        async with self._session.request(
-            method,
-            self.url + path,
-            json=document,
-            params=params,
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        ) as response:
-            return response.status, await response.text()
-
-    def _no_tracker(self, seen: str) -> TrackerUnreachableError:
-        return TrackerUnreachableError(f"what answers at {self.url} is no meshnet tracker: {seen}; {_REMEDY}")
 
 
 def _mesh_of_trackers(reply: dict[str, Any]) -> MeshOfTrackers:
@@ -329,48 +258,3 @@ def _mesh_of_trackers(reply: dict[str, Any]) -> MeshOfTrackers:
     urls = [url for url in named if isinstance(url, str) and is_tracker_url(url)] if isinstance(named, list) else []
     known = registry if registry in {"reachable", "unreachable"} else "none"
     return MeshOfTrackers(tuple(url.rstrip("/") for url in urls[:MAX_TRACKERS]), known)
-
-
-def is_tracker_url(url: str) -> bool:
-    """Whether ``url`` can be a tracker's address."""
-    return url.startswith(("http://", "https://")) and bool(url.partition("://")[2].strip("/"))
-
-
-def check_scheme(url: str, tls: ssl.SSLContext | None) -> None:
-    """That ``url`` is one for a machine with or without an identity in a mesh.
-
-    Raises:
-        InvalidInputError: it is not; the message says what would be.
-    """
-    if url.startswith("https://") and tls is None:
-        raise InvalidInputError(
-            f"{url} is of a mesh, and this machine is in none: get a ticket with `meshnet mesh ticket` where the mesh "
-            "was made, and run `meshnet join TICKET` here"
-        )
-    if url.startswith("http://") and tls is not None:
-        raise InvalidInputError(
-            f"{url} is not encrypted, and this machine is in a mesh, whose parts are at https:// addresses; "
-            "write that, or leave the mesh aside with --insecure"
-        )
-
-
-def connection_words(error: Exception) -> str:
-    """Why a connection failed, in the system's own words, such as "Connection refused", without any wrapping."""
-    for cause in (error, getattr(error, "certificate_error", None), getattr(error, "os_error", None)):
-        if isinstance(cause, ssl.SSLCertVerificationError) and (said := getattr(cause, "verify_message", None)):
-            where = "" if cause.verify_code in _TIME_CODES else " is not of this mesh"
-            return f"its certificate{where}: {said}"
-        if isinstance(cause, ssl.SSLError) and (reason := getattr(cause, "reason", None)):
-            return f"TLS: {reason.replace('_', ' ').lower()}{_TLS_HINTS.get(reason, '')}"
-    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno)
-    return str(error) or type(error).__name__
-
-
-_TIME_CODES = {9, 10}  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED: of any mesh
-_TLS_HINTS = {
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": ", this machine shows none",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": ", this machine's has ended: join again with a new ticket",
-    "TLSV1_ALERT_UNKNOWN_CA": ", this machine is in another mesh",
-    "WRONG_VERSION_NUMBER": ", what answers there speaks no TLS",
-}

@@ -30,8 +30,9 @@ from meshnet_gateway.api_answers import (
 from meshnet_gateway.api_errors import ErrorBody, error_object
 from meshnet_gateway.api_types import ChatRequest, CompletionRequest, GenerationFields
 from meshnet_gateway.event_stream import ClientGoneError, EventStream, while_connected
+from meshnet_gateway.job import Job
 from meshnet_gateway.job_kinds import chat_job, completion_job, messages_job
-from meshnet_gateway.jobs import Job, Jobs, farewell, outcome_of
+from meshnet_gateway.jobs import Jobs, farewell, outcome_of
 from meshnet_gateway.messages_shape import PATH as MESSAGES
 from meshnet_gateway.messages_types import MessagesRequest
 from meshnet_gateway.ports import Mesh, TextModels

@@ -15,7 +15,7 @@ from meshnet_gateway.answer_shapes import ChatShape, CompletionShape
 from meshnet_gateway.api_tools import NamedTool
 from meshnet_gateway.api_types import ChatRequest, CompletionRequest
 from meshnet_gateway.chat_prompt import instructed, schema_instructions
-from meshnet_gateway.jobs import Job, make_job
+from meshnet_gateway.job import Job, make_job
 from meshnet_gateway.messages_shape import MessagesShape
 from meshnet_gateway.prompt_points import Messages, Render, chat_wish, text_wish
 from meshnet_gateway.text_model import TextModel

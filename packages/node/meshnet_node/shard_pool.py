@@ -4,7 +4,7 @@ A session leases the shard that it runs on. One that is not loaded is loaded whe
 all who wait for it; the least recently used one that nobody leases is dropped before. A leased shard is never dropped.
 Where all are leased, who wants another one is refused and has a place in line for when it asks again: loaded shards
 that were there longest take no more sessions meanwhile, and so become free, so that no shard is kept out by a stream of
-newcomers to the others. Knows sessions by their leases alone, and no tensors.
+newcomers to the others (`shard_line`). Knows sessions by their leases alone, and no tensors.
 """
 
 from __future__ import annotations
@@ -14,58 +14,22 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from meshnet_core.clock import Clock, SystemClock
 from meshnet_core.errors import CacheFullError, CacheMissError, HopFailedError, InvalidInputError, MissReason
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.offered_shard import LoadedShard, OfferedShard
+from meshnet_node.shard_line import ShardLine
+from meshnet_node.shard_place import ShardLease, ShardPlace
+from meshnet_node.weights_memory import WeightsMemory, size, taken, too_large
 
 __all__ = ["LoadedShard", "OfferedShard", "ShardLease", "ShardPool"]
 
 logger = logging.getLogger(__name__)
 
-IN_LINE_S = 5.0  # a place in line is kept for one who was refused; gateways come back within a few seconds
-TURN_S = 5.0  # a shard that was loaded takes new sessions at least so long
 FAILURE_HOLD_S = 10.0  # what could not be loaded is not tried again, at the cost of others, before this is over
 MEMORY_HOLD_S = 0.5  # likewise, where memory was short because of others
-
-
-class ShardLease:
-    """One session's hold on a loaded shard; the shard stays loaded until it ends."""
-
-    def __init__(self, shard: LoadedShard, end: Callable[[], None]) -> None:
-        self.shard = shard
-        self._end: Callable[[], None] | None = end
-
-    def end(self) -> None:
-        """Let go of the shard; idempotent. Call it from the pool's event loop."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
-
-
-@dataclass(slots=True, eq=False)
-class _Place:
-    """What the pool knows of one offered shard."""
-
-    offer: OfferedShard
-    leases: int = 0
-    waiting: int = 0  # of those who ask for it
-    fresh: bool = False  # nobody has leased it since it was loaded
-    used: int = 0  # counts up: the higher, the more recently
-    loaded_at: float = 0.0
-    loading: asyncio.Task[None] | None = None
-    progress: tuple[int, int] = (0, 1)
-    failed: tuple[float, HopFailedError | CacheFullError] | None = None  # until when it is not tried again
-    retired: bool = False  # no longer offered; goes when its last lease ends
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it may be dropped: not while it is leased, nor before those for whom it was loaded have it."""
-        droppable = self.offer.shard is not None and self.offer.load is not None
-        return droppable and not self.leases and not (self.fresh and self.waiting)
 
 
 class ShardPool:
@@ -89,10 +53,10 @@ class ShardPool:
         offers = [OfferedShard.held(shard) if isinstance(shard, LoadedShard) else shard for shard in shards]
         self.max_loaded = len(offers) if max_loaded is None else max_loaded
         self.loads = self.drops = 0
-        self._places = [_Place(offer) for offer in offers]
+        self._places = [ShardPlace(offer) for offer in offers]
         self._clock = clock or SystemClock()
-        self._free_bytes = free_bytes
-        self._line: dict[_Place, float] = {}  # who waits for a shard to be dropped, first come first, and until when
+        self._memory = WeightsMemory(free_bytes)
+        self._line = ShardLine(self._clock)
         self._uses = 0
         self._one_at_a_time = asyncio.Lock()
         self._closed = False
@@ -108,6 +72,11 @@ class ShardPool:
     def loaded(self) -> int:
         """How many shards are in memory, or on their way there."""
         return sum(place.offer.shard is not None or place.loading is not None for place in self._places)
+
+    @property
+    def _room(self) -> int:
+        """How many more may be loaded without dropping one."""
+        return self.max_loaded - self.loaded
 
     @property
     def loaded_bytes(self) -> int:
@@ -182,12 +151,14 @@ class ShardPool:
         give_up = self._clock.now() + wait_s
         place.waiting += 1
         try:
-            while place.offer.shard is None or not (in_use or self._takes_sessions(place)):
-                if place.offer.shard is None and place.loading is None:
+            while place.offer.shard is None or not (
+                in_use or self._line.takes_sessions(place, self._places, self._room)
+            ):
+                if place.is_wanted:
                     self._check_not_failed(place)
                     self._begin_to_load(place, make_idle)
                 if place.loading is None:
-                    self._get_in_line(place)
+                    self._line.enter(place)
                     raise CacheFullError(
                         f"{place.offer} has to wait: all of the {self.max_loaded} shards that this node loads at once "
                         "are in use"
@@ -214,7 +185,7 @@ class ShardPool:
             if (place.offer.known.fingerprint, place.offer.layers) == (offer.known.fingerprint, offer.layers):
                 place.retired = False
                 return
-        place = _Place(offer, retired=True)  # until it is loaded
+        place = ShardPlace(offer, retired=True)  # until it is loaded
         self._places.append(place)
         self.max_loaded += 1
         loading = place.loading = asyncio.create_task(self._swap([], place), name=f"load {offer}")
@@ -255,8 +226,8 @@ class ShardPool:
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def _lease(self, place: _Place, shard: LoadedShard) -> ShardLease:
-        self._line.pop(place, None)
+    def _lease(self, place: ShardPlace, shard: LoadedShard) -> ShardLease:
+        self._line.leave(place)
         place.leases += 1
         place.fresh = False
         self._use(place)
@@ -267,11 +238,11 @@ class ShardPool:
 
         return ShardLease(shard, end)
 
-    def _use(self, place: _Place) -> None:
+    def _use(self, place: ShardPlace) -> None:
         self._uses += 1
         place.used = self._uses
 
-    def _find(self, fingerprint: str, layers: LayerRange) -> _Place:
+    def _find(self, fingerprint: str, layers: LayerRange) -> ShardPlace:
         same_model = [place for place in self._places if place.offer.known.fingerprint == fingerprint]
         if not same_model:
             raise CacheMissError(
@@ -287,47 +258,23 @@ class ShardPool:
             )
         return min(fit, key=lambda place: (place.retired, place.offer.shard is None, len(place.offer.layers)))
 
-    # -- turns --------------------------------------------------------------------------------------------------------
-
-    def _get_in_line(self, place: _Place) -> None:
-        """Keep a place in line, or the one that it has."""
-        self._line[place] = self._clock.now() + IN_LINE_S
-
-    def _in_line(self) -> list[_Place]:
-        now = self._clock.now()
-        self._line = {place: until for place, until in self._line.items() if until > now}
-        return list(self._line)
-
-    def _takes_sessions(self, place: _Place) -> bool:
-        """Whether a loaded shard takes a newcomer, or has to become free for one that waits in line."""
-        if place.fresh or place.offer.load is None:
-            return True
-        waiting = sum(p.offer.shard is None and p.loading is None for p in self._in_line())
-        others_idle = sum(p.is_idle for p in self._places if p is not place)
-        wanted = waiting - (self.max_loaded - self.loaded) - others_idle
-        if wanted <= 0:
-            return True
-        due = self._clock.now() - TURN_S
-        loaded = [p for p in self._places if p.offer.shard is not None and p.offer.load is not None]
-        busy = [p for p in loaded if p is place or not p.is_idle]
-        outgoing = sorted((p for p in busy if p.loaded_at <= due), key=lambda p: p.loaded_at)[:wanted]
-        return place not in outgoing
+    def _takes_sessions(self, place: ShardPlace) -> bool:
+        return self._line.takes_sessions(place, self._places, self._room)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
-    def _begin_to_load(self, place: _Place, make_idle: Callable[[LoadedShard], bool]) -> None:
+    def _begin_to_load(self, place: ShardPlace, make_idle: Callable[[LoadedShard], bool]) -> None:
         """Start to load it if it is its turn and there is a place for it, if need be that of an idle one."""
-        line = self._in_line()
-        before = sum(p is not place and p.offer.shard is None and p.loading is None for p in _until(line, place))
-        needed = before + 1 - (self.max_loaded - self.loaded)
+        before = self._line.before(place)
+        needed = before + 1 - self._room
         if needed > 0 and not before:
             self._make_idle(needed, make_idle)
         idle = sorted((p for p in self._places if p.is_idle), key=lambda p: p.used)
         if needed > len(idle) or self._closed:
             return
-        victims = idle[: max(0, 1 - (self.max_loaded - self.loaded))]
+        victims = idle[: max(0, 1 - self._room)]
         dropped = [self._take_out(victim) for victim in victims]
-        self._line.pop(place, None)
+        self._line.leave(place)
         place.progress = (0, 1)
         place.loading = asyncio.create_task(self._swap(dropped, place), name=f"load {place.offer}")
 
@@ -338,7 +285,7 @@ class ShardPool:
             if place.leases and place.offer.load is not None and place.offer.shard is not None:
                 make_idle(place.offer.shard)
 
-    async def _swap(self, dropped: list[LoadedShard], place: _Place) -> None:
+    async def _swap(self, dropped: list[LoadedShard], place: ShardPlace) -> None:
         """Free what was dropped, then load; one at a time, so that what is free is known."""
         offer = place.offer
         try:
@@ -360,7 +307,7 @@ class ShardPool:
         finally:
             place.loading = None
 
-    def _load(self, place: _Place) -> LoadedShard:
+    def _load(self, place: ShardPlace) -> LoadedShard:
         """Runs in a thread."""
         offer = place.offer
         if offer.load is None:
@@ -374,10 +321,10 @@ class ShardPool:
         began = time.perf_counter()
         logger.info("loading %s", offer)
         backend = offer.load(look)
-        logger.info("loaded %s in %.1f s, %s", offer, time.perf_counter() - began, _size(backend.weight_bytes))
+        logger.info("loaded %s in %.1f s, %s", offer, time.perf_counter() - began, size(backend.weight_bytes))
         return offer.loaded_with(backend)
 
-    def _loaded(self, place: _Place, shard: LoadedShard) -> None:
+    def _loaded(self, place: ShardPlace, shard: LoadedShard) -> None:
         place.offer.shard = shard
         place.failed = None
         place.loaded_at = self._clock.now()
@@ -385,7 +332,7 @@ class ShardPool:
         self.loads += 1
         self._use(place)
 
-    def _take_out(self, place: _Place) -> LoadedShard:
+    def _take_out(self, place: ShardPlace) -> LoadedShard:
         shard = place.offer.shard
         if shard is None:
             raise RuntimeError(f"{place.offer} is not loaded")
@@ -394,31 +341,28 @@ class ShardPool:
         self.drops += 1
         return shard
 
-    async def _fit(self, place: _Place) -> None:
+    async def _fit(self, place: ShardPlace) -> None:
         """Make sure that there is memory: idle shards give way, though their number would be allowed."""
         needs = place.offer.weight_bytes
-        while self._free_bytes is not None and needs > (free := self._free_bytes()):
+        while (free := self._memory.short(needs)) is not None:
             loaded = [other for other in self._places if other.offer.shard is not None]
             if idle := [other for other in loaded if other.is_idle]:
                 await asyncio.to_thread(self._take_out(min(idle, key=lambda p: p.used)).backend.close)
             elif loaded:
-                raise CacheFullError(
-                    f"no memory for {place.offer}: it needs {_size(needs)}, {_size(free)} is free, and the shards that "
-                    "are loaded are in use"
-                )
+                raise taken(place.offer, needs, free)
             else:
-                raise InvalidInputError(_too_large(needs, free, "Serve fewer layers, or free memory"))
+                raise too_large(needs, free, "Serve fewer layers, or free memory")
 
     def _check_fits(self) -> None:
         needs = self.bytes_to_come
-        if self._free_bytes is None or needs <= (free := self._free_bytes()):
+        if (free := self._memory.short(needs)) is None:
             return
         remedy = "Give fewer layers, or --dtype bfloat16 where they are wider"
         if min(self.max_loaded, len(self._places)) > 1:
             remedy += f", or --max-loaded-shards {min(self.max_loaded, len(self._places)) - 1}"
-        raise InvalidInputError(_too_large(needs, free, remedy))
+        raise too_large(needs, free, remedy)
 
-    def _check_not_failed(self, place: _Place) -> None:
+    def _check_not_failed(self, place: ShardPlace) -> None:
         if place.failed is None:
             return
         until, error = place.failed
@@ -426,16 +370,3 @@ class ShardPool:
             place.failed = None
             return
         raise type(error)(error.message)
-
-
-def _until(line: list[_Place], place: _Place) -> list[_Place]:
-    """Those in line before ``place``; all of them if it is not in line."""
-    return line[: line.index(place)] if place in line else line
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
-
-
-def _too_large(needs: int, free: int, remedy: str) -> str:
-    return f"the weights to be loaded take {_size(needs)}, and {_size(free)} of memory is free. {remedy}"

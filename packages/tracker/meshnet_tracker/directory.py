@@ -28,6 +28,7 @@ from meshnet_core.link_info import Neighbour
 from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
 from meshnet_tracker.events import DirectoryEvent, DrainChanged, Expired, Joined, Left, Restarted
+from meshnet_tracker.goodbyes import Goodbyes
 from meshnet_tracker.sightings import Goodbye, Heard, Told, start_of
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Directory:
         self._relays: list[Callable[[Told], None]] = []
         self._leases: dict[str, _Lease] = {}
         self._due: list[tuple[float, str]] = []  # a heap; entries that their leases do not know are stale
-        self._goodbyes: dict[tuple[str, str, str | None], tuple[Goodbye, float]] = {}  # until when they are remembered
+        self._goodbyes = Goodbyes(clock, max_nodes)
         self._held_until: float | None = None
 
     def subscribe(self, listener: Callable[[DirectoryEvent], None]) -> None:
@@ -117,7 +118,7 @@ class Directory:
             ForbiddenError: the id is leased by another machine.
         """
         self.expire()
-        if self._is_over(node, owner):
+        if self._goodbyes.cover(node, owner):
             raise InvalidInputError(
                 f"this start of node {node.node_id} ({node.boot}) has said goodbye; a node that comes back starts anew"
             )
@@ -159,8 +160,7 @@ class Directory:
 
     def goodbyes(self) -> list[tuple[Goodbye, float]]:
         """What is remembered of starts that are over, and for how many more seconds."""
-        now = self._clock.now()
-        return [(goodbye, until - now) for goodbye, until in self._goodbyes.values() if until > now]
+        return self._goodbyes.left()
 
     # -- what other trackers tell ---------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Directory:
         self.expire()
         node, owner = heard.node, heard.owner
         heard_at = self._clock.now() + heard.left_s - self.lease_s
-        if heard.left_s <= 0 or self._is_over(node, owner):
+        if heard.left_s <= 0 or self._goodbyes.cover(node, owner):
             return
         lease = self._leases.get(node.node_id)
         if lease is not None and lease.owner != owner:
@@ -231,8 +231,7 @@ class Directory:
     def expire(self) -> None:
         """Drop the nodes whose lease is over; every other method does so first."""
         now = self._clock.now()
-        while self._goodbyes and next(iter(self._goodbyes.values()))[1] <= now:
-            del self._goodbyes[next(iter(self._goodbyes))]
+        self._goodbyes.expire()
         while self._due and self._due[0][0] <= now:
             due, node_id = heapq.heappop(self._due)
             lease = self._leases.get(node_id)
@@ -371,13 +370,7 @@ class Directory:
             relay(goodbye)
 
     def _remember(self, goodbye: Goodbye, until: float) -> None:
-        key = (goodbye.node_id, goodbye.boot, goodbye.owner)
-        known = self._goodbyes.pop(key, None)
-        if known is not None and _reach(known[0]) > _reach(goodbye):
-            goodbye = known[0]
-        self._goodbyes[key] = (goodbye, until)
-        if len(self._goodbyes) > self._max_nodes:
-            del self._goodbyes[next(iter(self._goodbyes))]
+        goodbye = self._goodbyes.remember(goodbye, until)
         lease = self._leases.get(goodbye.node_id)
         if lease is not None and goodbye.covers(lease.node, lease.owner):
             self._take_out(lease)
@@ -385,10 +378,6 @@ class Directory:
     def _take_out(self, lease: _Lease) -> None:
         del self._leases[lease.node.node_id]
         self._tell(Left(lease.node))
-
-    def _is_over(self, node: NodeInfo, owner: str | None) -> bool:
-        goodbye, until = self._goodbyes.get((node.node_id, node.boot, owner), (None, 0.0))
-        return goodbye is not None and until > self._clock.now() and goodbye.covers(node, owner)
 
     def _tell(self, event: DirectoryEvent) -> None:
         for listener in self._listeners:
@@ -401,8 +390,3 @@ def _check_owner(lease: _Lease, owner: str | None) -> None:
             f"node {lease.node.node_id} was registered by another machine, at {lease.node.url}; "
             "give this one another --name, or stop that one and wait for the end of its lease"
         )
-
-
-def _reach(goodbye: Goodbye) -> float:
-    """Through which announcement a goodbye reaches."""
-    return float("inf") if goodbye.through_beat is None else goodbye.through_beat

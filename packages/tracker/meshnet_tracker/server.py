@@ -1,6 +1,6 @@
 """The tracker's HTTP API over a `Directory`, shared or not: an aiohttp application that docs/tracker-api.md describes.
 
-Checks and answers requests. Knows no lease and chooses no route.
+Answers requests that `tracker_door` let in and `tracker_requests` read. Knows no lease and chooses no route.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import random
 import time
 from dataclasses import asdict
@@ -20,27 +19,22 @@ from prometheus_client import generate_latest
 
 from meshnet_core import __version__
 from meshnet_core.clock import SystemClock
-from meshnet_core.demand import Demand
 from meshnet_core.doorkeeper import Doorkeeper
 from meshnet_core.errors import (
-    ForbiddenError,
     InvalidInputError,
-    MeshnetError,
-    RateLimitedError,
     TicketRefusedError,
-    TooLargeError,
-    UnauthorizedError,
 )
-from meshnet_core.frames import PROTOCOLS
 from meshnet_core.ids import check_id, mint_tracker_id
 from meshnet_core.membership import NodeInfo
 from meshnet_core.secure_site import owner_of_request
-from meshnet_core.wire_fields import MAX_WHOLE, items, text, whole
+from meshnet_core.wire_fields import MAX_WHOLE, text
 from meshnet_tracker.directory import Directory
 from meshnet_tracker.events import EventLog
 from meshnet_tracker.placement_desk import PlacementDesk
 from meshnet_tracker.route_desk import RouteDesk
+from meshnet_tracker.tracker_door import known_alone, refusals_as_json
 from meshnet_tracker.tracker_metrics import TrackerMetrics
+from meshnet_tracker.tracker_requests import json_of, number, query, route_request
 from meshnet_tracker.worker import Worker
 
 if TYPE_CHECKING:
@@ -50,9 +44,7 @@ if TYPE_CHECKING:
     from meshnet_tracker.sharing import Sharing
 
 MAX_BODY = 512 * 1024  # bytes: an announcement of as many shards as a node may have
-MAX_PROTOCOLS = 16  # versions in one request for a route: each is planned for
 MAX_WAIT_S = 60  # for an event
-MAX_EXCLUDED = 1000  # nodes in one request for a route
 # Requests of one peer. A node makes one each few seconds, a gateway two for each answer; all of one machine, or behind
 # one address where there are no certificates, count together.
 RATE_PER_S, RATE_BURST = 500.0, 2000.0
@@ -89,16 +81,17 @@ def create_app(
     log = EventLog(time.time)
     directory.subscribe(lambda event: logger.info("%s", event))
     directory.subscribe(log.add)
-    app = web.Application(middlewares=[_refusals_as_json(metrics), _known(doorkeeper)], client_max_size=MAX_BODY)
+    door = [refusals_as_json(metrics, MAX_BODY), known_alone(doorkeeper, ENROLL_PATH)]
+    app = web.Application(middlewares=door, client_max_size=MAX_BODY)
     app.cleanup_ctx.append(_sweeper(directory))
     app.cleanup_ctx.append(_sharer(sharing))
     planner, placer, encoder = (_worker_of(app, name) for name in ("routes", "placement", "snapshots"))
     routes = RouteDesk(directory, planner)
 
     async def announce(request: web.Request) -> web.Response:
-        _query(request)
+        query(request)
         node_id = check_id(request.match_info["node_id"], "node id")
-        node = NodeInfo.from_wire(await _json(request))
+        node = NodeInfo.from_wire(await json_of(request))
         if node.node_id != node_id:
             raise InvalidInputError(f"the path names node {node_id}, but its announcement node {node.node_id}")
         if request.secure and not node.url.startswith("https://"):
@@ -107,25 +100,25 @@ def create_app(
         return web.json_response({"lease_s": lease_s, **_trackers(sharing)})
 
     async def leave(request: web.Request) -> web.Response:
-        boot = _query(request, "boot").get("boot")
+        boot = query(request, "boot").get("boot")
         directory.leave(check_id(request.match_info["node_id"], "node id"), boot, owner_of_request(request))
         return web.json_response({})
 
     async def snapshot(request: web.Request) -> web.Response:
-        _query(request)
+        query(request)
         known, told = directory.snapshot(), _trackers(sharing)
         body = await encoder.run(lambda: json.dumps({**known.to_wire(), **told}))
         return web.json_response(text=body)
 
     async def neighbours(request: web.Request) -> web.Response:
-        _query(request)
+        query(request)
         node_id = check_id(request.match_info["node_id"], "node id")
         found = directory.neighbours(node_id, random.random())  # noqa: S311 - guards nothing
         return web.json_response({"neighbours": [asdict(neighbour) for neighbour in found]})
 
     async def route(request: web.Request) -> web.Response:
-        _query(request)
-        planned = await routes.plan(*_route_request(await _json(request)))
+        query(request)
+        planned = await routes.plan(*route_request(await json_of(request)))
         metrics.routes_planned.inc()
         return web.json_response(planned.to_wire())
 
@@ -152,7 +145,7 @@ def _watch_routes(
     stopping: list[bool] = []
 
     async def healthz(request: web.Request) -> web.Response:
-        _query(request)
+        query(request)
         alone = sharing is not None and not sharing.reachable
         return web.json_response(
             {
@@ -165,7 +158,7 @@ def _watch_routes(
         )
 
     async def readyz(request: web.Request) -> web.Response:
-        _query(request)
+        query(request)
         if stopping:
             return web.json_response({"status": "not ready", "reason": "this tracker is stopping"}, status=503)
         return web.json_response({"status": "ready"})
@@ -174,7 +167,7 @@ def _watch_routes(
         stopping.append(True)
 
     async def exposition(request: web.Request) -> web.Response:
-        _query(request)
+        query(request)
         return web.Response(
             body=generate_latest(metrics.registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
@@ -187,7 +180,7 @@ def _placement_route(directory: Directory, desk: PlacementDesk, worker: Worker) 
     """What to hold, for nodes that leave it to the tracker."""
 
     async def placement(request: web.Request) -> web.Response:
-        boot = _query(request, "boot").get("boot")
+        boot = query(request, "boot").get("boot")
         node_id = check_id(request.match_info["node_id"], "node id")
         node = directory.require(node_id, boot, owner_of_request(request))
         wish = await worker.run(desk.ask, node, directory.snapshot())
@@ -205,12 +198,12 @@ def _enrollment_routes(enrollment: Enrollment | None) -> list[web.RouteDef]:
         return enrollment
 
     async def authority(request: web.Request) -> web.Response:
-        _query(request)
+        query(request)
         return web.json_response(there().describe())
 
     async def enroll(request: web.Request) -> web.Response:
-        _query(request)
-        document = await _json(request)
+        query(request)
+        document = await json_of(request)
         token = text(document, "token") if document.get("token") is not None else None
         asked = document.get("request")
         if not isinstance(asked, str) or not asked.isascii():
@@ -221,36 +214,12 @@ def _enrollment_routes(enrollment: Enrollment | None) -> list[web.RouteDef]:
     return [web.get(ENROLL_PATH, authority), web.post(ENROLL_PATH, enroll)]
 
 
-def _known(doorkeeper: Doorkeeper) -> Any:
-    """Lets in who shows a certificate, where connections have them, and nobody too often."""
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Any) -> web.StreamResponse:
-        address, owner = request.remote or "?", owner_of_request(request)
-        doorkeeper.admit(owner, address)
-        if request.secure and owner is None and request.path != ENROLL_PATH:
-            doorkeeper.turn_away("no_certificate", address)
-            raise UnauthorizedError(
-                "this tracker answers machines of its mesh alone: get a ticket with `meshnet mesh ticket` where the "
-                "mesh was made, and run `meshnet join TICKET`"
-            )
-        try:
-            response: web.StreamResponse = await handler(request)
-        except ForbiddenError as error:
-            ticket = isinstance(error, TicketRefusedError)
-            doorkeeper.turn_away("ticket" if ticket else "not_its_own", address, error.message)
-            raise
-        return response
-
-    return middleware
-
-
 def _events(log: EventLog, log_id: str) -> Any:
     """Answers with the events after a number, and waits for one if asked to."""
 
     async def events(request: web.Request) -> web.Response:
-        asked = _query(request, "since", "log", "wait_s")
-        seq, wait_s = _number(asked, "since", MAX_WHOLE), _number(asked, "wait_s", MAX_WAIT_S)
+        asked = query(request, "since", "log", "wait_s")
+        seq, wait_s = number(asked, "since", MAX_WHOLE), number(asked, "wait_s", MAX_WAIT_S)
         if asked.get("log", log_id) != log_id:
             seq = 0  # numbers of another tracker, or of one that has restarted, say nothing here
         await log.wait(seq, wait_s)
@@ -316,94 +285,3 @@ def _trackers(sharing: Sharing | None) -> dict[str, Any]:
         "trackers": [info.url for info in sharing.others()],
         "registry": "reachable" if sharing.reachable else "unreachable",
     }
-
-
-def _refusals_as_json(metrics: TrackerMetrics) -> Any:
-    """Answers every error in one form, whoever raised it, and counts it."""
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Any) -> web.StreamResponse:
-        try:
-            response: web.StreamResponse = await handler(request)
-        except MeshnetError as error:
-            again = math.ceil(error.retry_after_s) if isinstance(error, RateLimitedError) else None
-            return refuse(error, error.http_status, {"Retry-After": str(again)} if again is not None else None)
-        except web.HTTPRequestEntityTooLarge:
-            too_large = TooLargeError(f"the body is larger than the {MAX_BODY} bytes that this tracker reads")
-            return refuse(too_large, too_large.http_status)
-        except web.HTTPException as error:  # no such path, or no such method there
-            reason = InvalidInputError(
-                f"{request.method} {request.path[:200]}: {error.reason}; see docs/tracker-api.md"
-            )
-            allow = error.headers.get("Allow")
-            return refuse(reason, error.status, {"Allow": allow} if allow else None)
-        except Exception:
-            logger.exception("%s %s failed", request.method, request.path)
-            return refuse(MeshnetError("the tracker failed; its log says why"), MeshnetError.http_status)
-        return response
-
-    def refuse(error: MeshnetError, status: int, headers: dict[str, str] | None = None) -> web.Response:
-        metrics.refusals.labels(error.code).inc()
-        return web.json_response(error.to_wire(), status=status, headers=headers)
-
-    return middleware
-
-
-def _query(request: web.Request, *known: str) -> dict[str, str]:
-    """The query's parameters, each given at most once and none unknown."""
-    given = list(request.query.items())
-    if unknown := {name for name, _ in given} - set(known):
-        raise InvalidInputError(
-            f"unknown query parameters: {', '.join(sorted(unknown))[:200]}; known here: {', '.join(known) or 'none'}"
-        )
-    if len(dict(given)) < len(given):
-        raise InvalidInputError("a query parameter is given twice")
-    return dict(given)
-
-
-def _number(asked: dict[str, str], name: str, most: int) -> int:
-    """A whole number of the query, 0 where it is missing."""
-    value = asked.get(name, "0")
-    if not value.isascii() or not value.isdecimal() or len(value) > 16 or int(value) > most:
-        raise InvalidInputError(f"{name} must be a whole number from 0 to {most}, not {value[:80]!r}")
-    return int(value)
-
-
-async def _json(request: web.Request) -> Any:
-    body = await request.read()
-    try:
-        return json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"the body is not JSON: {error}") from error
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _route_request(document: Any) -> tuple[str, frozenset[str], str | None, range, Demand | None]:
-    if not isinstance(document, dict):
-        raise InvalidInputError('a request for a route is a JSON object such as {"model": "smollm2", "excluded": []}')
-    if unknown := set(document) - {"model", "excluded", "fingerprint", "protocol_min", "protocol_max", "demand"}:
-        raise InvalidInputError(f"unknown fields in the request for a route: {', '.join(sorted(unknown))[:200]}")
-    excluded = items(document, "excluded", most=MAX_EXCLUDED) if "excluded" in document else []
-    return (
-        text(document, "model"),
-        frozenset(check_id(node_id, "an excluded node's id") for node_id in excluded),
-        text(document, "fingerprint") if "fingerprint" in document else None,
-        _protocols(document),
-        Demand.from_wire(document["demand"]) if "demand" in document else None,
-    )
-
-
-def _protocols(document: dict[str, Any]) -> range:
-    """Versions of the wire protocol that whoever asks speaks; the tracker itself speaks none of them with nodes."""
-    lowest = whole(document, "protocol_min") if "protocol_min" in document else PROTOCOLS[0]
-    highest = (
-        whole(document, "protocol_max", least=lowest) if "protocol_max" in document else max(lowest, PROTOCOLS[-1])
-    )
-    if highest - lowest >= MAX_PROTOCOLS:
-        raise InvalidInputError(
-            f"protocol_min {lowest} and protocol_max {highest} are more than {MAX_PROTOCOLS} versions"
-        )
-    return range(lowest, highest + 1)
