@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshnet_cli import trust
 from meshnet_cli.node import Place
-from meshnet_cli.node_shards import offered
+from meshnet_cli.node_shards import WeightsWanted, offered
 from meshnet_cli.progress import ProgressReporter
 from meshnet_core import __version__
 from meshnet_core.errors import InvalidInputError, MeshnetError, TrackerUnreachableError, UnknownNodeError
@@ -49,7 +49,7 @@ class AutoLayers:
     Args:
         model: MODEL as typed.
         memory: bytes that weights and room for sessions may take; a share of what is free if None.
-        dtype, device: as typed.
+        weights, device: as typed.
         report: told how far long work is, until the node serves.
 
     Attributes:
@@ -60,11 +60,13 @@ class AutoLayers:
         MeshnetError: the model cannot be opened or served in pieces; or more memory than there is.
     """
 
-    def __init__(self, model: str, memory: int | None, dtype: str, device: str, report: ProgressReporter) -> None:
+    def __init__(
+        self, model: str, memory: int | None, weights: WeightsWanted, device: str, report: ProgressReporter
+    ) -> None:
         self.boot, self.started = mint_boot_id(), time.time_ns() // 1_000_000
         self._given = model
         self._report: ProgressReporter | None = report
-        self._model = PlaceableModel(open_model(model), dtype=dtype, device=device)
+        self._model = PlaceableModel(open_model(model), dtype=weights.dtype, device=device, quantize=weights.quantize)
         free = free_bytes(self._model.device)
         if memory is not None and memory > free:
             raise InvalidInputError(
@@ -188,7 +190,7 @@ class AutoLayers:
 
     def _offer(self, layers: LayerRange) -> OfferedShard:
         files = self._model.files
-        folder = files.prepare(layers, dtype=self._model.dtype, progress=self._show)
+        folder = self._model.prepare(layers, self._show)
         return offered(self._model.plan(folder, layers), self._given, files)
 
     def _show(self, what: str, done: int, total: int) -> None:

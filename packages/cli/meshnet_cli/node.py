@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshnet_cli import access, find_trackers, lifeline, options, serving, trust
-from meshnet_cli.node_shards import ShardChoice, load_pool
+from meshnet_cli.node_shards import ShardChoice, WeightsWanted, load_pool
 from meshnet_cli.progress import progress_reporter
 from meshnet_cli.session_limits import (
     DEFAULT_DRAIN_GRACE_S,
@@ -120,6 +120,7 @@ def node(
         ),
     ] = None,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
+    quantize: options.Quantize = options.QuantizeChoice.AUTO,
     device: options.Device = "auto",
     threads: options.Threads = None,
     cache_bytes: options.CacheBytes = None,
@@ -189,16 +190,17 @@ def node(
         identity=identity,
         keys=keys,
     )
+    weights = WeightsWanted(dtype.value, quantize.value)
     with progress_reporter() as report:
         report("", "starting torch", 0, 1)
         lane_threads = _start_torch(threads)
         auto = None
         if choices:
-            pool = load_pool(choices, max_loaded_shards, dtype.value, device, report)
+            pool = load_pool(choices, max_loaded_shards, weights, device, report)
         else:
             from meshnet_cli.auto_layers import AutoLayers
 
-            auto = AutoLayers(model, room, dtype.value, device, report)
+            auto = AutoLayers(model, room, weights, device, report)
             pool = asyncio.run(auto.load(place))
     from meshnet_cli.node_process import serve
 

@@ -44,8 +44,20 @@ class ShardChoice:
         return cls(model, LayerRange.parse(layers))
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsWanted:
+    """``--dtype`` and ``--quantize`` as typed."""
+
+    dtype: str
+    quantize: str
+
+
 def load_pool(
-    choices: list[ShardChoice], max_loaded: int | None, dtype: str, device: str, report: ProgressReporter
+    choices: list[ShardChoice],
+    max_loaded: int | None,
+    weights: WeightsWanted,
+    device: str,
+    report: ProgressReporter,
 ) -> ShardPool:
     """Resolve and plan every shard, converting what must be, and load as many as may be loaded, in the order given.
 
@@ -60,7 +72,7 @@ def load_pool(
     files = {choice.model: open_model(choice.model) for choice in choices}
     offers: list[OfferedShard] = []
     for choice in choices:
-        offer = _offer(choice, files[choice.model], dtype, device, report)
+        offer = _offer(choice, files[choice.model], weights, device, report)
         if any((o.known.fingerprint, o.layers) == (offer.known.fingerprint, offer.layers) for o in offers):
             raise InvalidInputError(f"{offer} are given twice; give each shard once")
         offers.append(offer)
@@ -69,19 +81,28 @@ def load_pool(
     return pool
 
 
-def _offer(choice: ShardChoice, files: ModelFiles, dtype: str, device: str, report: ProgressReporter) -> OfferedShard:
+def _offer(
+    choice: ShardChoice, files: ModelFiles, weights: WeightsWanted, device: str, report: ProgressReporter
+) -> OfferedShard:
     import torch
 
     from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
     from meshnet_node.family_support import check_config
     from meshnet_node.shard_loader import plan_shard
+    from meshnet_node.weight_choice import keeps_packed
 
     check_config(files.config, choice.layers)  # before anything is fetched or converted
     # What a GGUF is de-quantised to: as for a checkpoint in 16 bits. Safetensors stay as they are.
-    prepared = dtype_name(choose_dtype(dtype, choose_device(device), torch.bfloat16))
+    on = choose_device(device)
+    prepared = choose_dtype(weights.dtype, on, torch.bfloat16)
     layers = choice.layers
-    folder = files.prepare(layers, dtype=prepared, progress=lambda what, done, total: report("", what, done, total))
-    plan = plan_shard(folder, layers, dtype=dtype, device=device)
+    folder = files.prepare(
+        layers,
+        dtype=dtype_name(prepared),
+        packed=keeps_packed(weights.quantize, on, prepared),
+        progress=lambda what, done, total: report("", what, done, total),
+    )
+    plan = plan_shard(folder, layers, dtype=weights.dtype, device=device, quantize=weights.quantize)
     return offered(plan, choice.model, files)
 
 

@@ -30,6 +30,13 @@ class DtypeChoice(enum.StrEnum):
     FLOAT16 = "float16"
 
 
+class QuantizeChoice(enum.StrEnum):
+    """How weights are held."""
+
+    AUTO = "auto"
+    NONE = "none"
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -113,6 +120,13 @@ Announce = Annotated[
 Dtype = Annotated[
     DtypeChoice,
     typer.Option("--dtype", help="What weights are held and computed in; auto is what suits the device and the model."),
+]
+Quantize = Annotated[
+    QuantizeChoice,
+    typer.Option(
+        "--quantize",
+        help="How weights are held: auto leaves 4- and 8-bit GGUF blocks packed on a CPU in bfloat16, none does not.",
+    ),
 ]
 Device = Annotated[
     str, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps; auto takes a GPU where there is one.")

@@ -29,8 +29,8 @@ from meshnet_cli import complaint, lifeline, variables
 from meshnet_core.errors import InvalidInputError
 
 SHARED = frozenset(
-    {"tracker", "url", "mesh", "insecure", "dtype", "device", "threads", "cache-bytes", "max-sessions", "session-ttl"}
-    | {"prefix-reuse", "recovery", "step-deadline"}
+    {"tracker", "url", "mesh", "insecure", "dtype", "quantize", "device", "threads", "cache-bytes"}
+    | {"max-sessions", "session-ttl", "prefix-reuse", "recovery", "step-deadline"}
 )
 EVERYWHERE = "all"
 _NO_SETTING = {"help", "json", "api-key"}  # keys have a variable of their own; see `access`

@@ -42,6 +42,7 @@ def up(
     ] = None,
     port: Annotated[int, options.port("the API")] = options.DEFAULT_GATEWAY_PORT,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
+    quantize: options.Quantize = options.QuantizeChoice.AUTO,
     device: options.Device = "auto",
     threads: Annotated[
         int | None,
@@ -63,7 +64,7 @@ def up(
     limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace_s=0, prefix_reuse=prefix_reuse)
     stop_on_signals()
     try:
-        node_options = ("--dtype", dtype.value, "--device", device, *limits.arguments())
+        node_options = ("--dtype", dtype.value, "--quantize", quantize.value, "--device", device, *limits.arguments())
         page = "--dashboard" if dashboard else "--no-dashboard"
         gateway_options = ("--recovery", recovery.value, "--step-deadline", f"{step_deadline:g}", page)
         _up(model, nodes, split, port, node_options, threads, gateway_options, dashboard=dashboard)

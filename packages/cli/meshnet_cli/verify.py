@@ -10,6 +10,7 @@ import typer
 
 from meshnet_cli import options
 from meshnet_cli.complaint import FAILURE, say
+from meshnet_cli.node_shards import WeightsWanted
 from meshnet_cli.progress import ProgressReporter, progress_reporter
 from meshnet_core.errors import InvalidInputError, UnsupportedModelError
 
@@ -44,13 +45,14 @@ def verify(
         int, typer.Option("--tokens", min=MIN_TOKENS, metavar="N", help="Tokens of each answer that is compared.")
     ] = 16,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
+    quantize: options.Quantize = options.QuantizeChoice.AUTO,
     device: options.Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:
     """Check that MODEL answers alike on this machine, cut or whole, cached or not, disturbed or not."""
     with progress_reporter() as report:
         report("", f"opening {model}", 0, 1)
-        files, found = _verify(model, splits, tokens, dtype.value, device, report)
+        files, found = _verify(model, splits, tokens, WeightsWanted(dtype.value, quantize.value), device, report)
     from meshnet_cli import verify_report
 
     if as_json:
@@ -63,7 +65,7 @@ def verify(
 
 
 def _verify(
-    model: str, splits: str, tokens: int, dtype: str, device: str, report: ProgressReporter
+    model: str, splits: str, tokens: int, weights: WeightsWanted, device: str, report: ProgressReporter
 ) -> tuple[ModelFiles, Verification]:
     from meshnet_node.model_files import open_model
     from meshnet_node.split import parse_splits
@@ -78,11 +80,13 @@ def _verify(
     from meshnet_core.layer_range import LayerRange
     from meshnet_node import verification
     from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
+    from meshnet_node.weight_choice import keeps_packed
 
-    prepared = dtype_name(choose_dtype(dtype, choose_device(device), torch.bfloat16))  # as `meshnet node` has it
+    prepared = choose_dtype(weights.dtype, choose_device(device), torch.bfloat16)  # as `meshnet node` has it
     folder = files.prepare(
         LayerRange(0, files.num_layers),
-        dtype=prepared,
+        dtype=dtype_name(prepared),
+        packed=keeps_packed(weights.quantize, choose_device(device), prepared),
         progress=lambda what, done, total: report("", what, done, total),
     )
     found = verification.verify(
@@ -90,8 +94,9 @@ def _verify(
         chosen,
         prompts,
         tokens=tokens,
-        dtype=dtype,
+        dtype=weights.dtype,
         device=device,
+        quantize=weights.quantize,
         progress=lambda what, done, total: report("", what, done, total),
     )
     return files, found

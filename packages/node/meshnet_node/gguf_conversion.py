@@ -1,4 +1,5 @@
-"""A GGUF file as a folder of safetensors: de-quantised once, only the layers that are asked for, tensor by tensor.
+"""A GGUF file as a folder of safetensors: de-quantised once, or its blocks kept as they are and put in the order of
+transformers' tensors; only the layers that are asked for, tensor by tensor.
 
 The cache folder of one file and target dtype holds ``config.json``, ``embed.safetensors``, ``layer-00000.safetensors``
 ... and ``head.safetensors`` (final norm, and the output projection where it is not the embedding), each made when first
@@ -12,27 +13,32 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from meshnet_core.errors import InvalidInputError, UnsupportedModelError
 from meshnet_node.atomic_file import folder_renamed_when_done, remove_stale, renamed_when_done
 from meshnet_node.cache_folder import writing_to_cache
 from meshnet_node.fingerprint import gguf_fingerprint
+from meshnet_node.gguf_blocks import HELD, PLANES
 from meshnet_node.gguf_header import read_gguf_header
 from meshnet_node.gguf_values import GgufValues
 from meshnet_node.tensor_index import encode_header, read_header, tensor_bytes
 from meshnet_node.text_files import read_text_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from meshnet_core.layer_range import LayerRange
+    from meshnet_node.gguf_moves import BlockMoves
     from meshnet_node.gguf_tensor_map import TensorPlan
 
 # Part of the cache's path: raise it when the same GGUF would be converted differently.
 CONVERSION_VERSION = 1
 # Our word for a dtype, and the safetensors format's.
+_HELD = {kind: HELD[planes] for kind, planes in PLANES.items()}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -48,6 +54,7 @@ class GgufConversion:
     Attributes:
         fingerprint: of the file's contents, see :mod:`meshnet_node.fingerprint`.
         config: the model's config as transformers reads it from the file.
+        blocks: ``int4`` or ``int8`` where most of its layers' bytes can be held packed so, else empty.
 
     Raises:
         InvalidInputError: not a whole GGUF file, or a cache folder that cannot be written to.
@@ -64,16 +71,28 @@ class GgufConversion:
             self._make_text_folder()
         self.config: dict[str, Any] = json.loads((self._text / "config.json").read_text("utf-8"))
 
+    @property
+    def blocks(self) -> str:
+        nbytes: Counter[str] = Counter()
+        for tensor in self.header.tensors.values():
+            if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
+                nbytes[_HELD.get(tensor.ggml_type.name, "")] += tensor.nbytes
+        return nbytes.most_common(1)[0][0] if nbytes else ""
+
     def text_files(self) -> dict[str, bytes]:
         """Config, tokenizer and chat template as files, by name."""
         return read_text_files(self._text)
 
-    def prepare(self, layers: LayerRange, *, dtype: str, progress: Progress | None = None) -> Path:
+    def prepare(
+        self, layers: LayerRange, *, dtype: str, packed: bool = False, progress: Progress | None = None
+    ) -> Path:
         """Make sure that the cache holds what these layers need, and say where.
 
         Args:
             layers: the range; its first layer brings the embeddings, its last the final norm and output projection.
             dtype: ``float32``, ``bfloat16`` or ``float16``.
+            packed: matrices of the types of :data:`~meshnet_node.gguf_blocks.BLOCK_BYTES` keep the file's blocks,
+                under their name and ``.`` and the type, as bytes ``[rows, bytes of a row]``.
             progress: told GGUF bytes done and in all; not called when nothing has to be done.
 
         Returns:
@@ -84,16 +103,17 @@ class GgufConversion:
             InvalidInputError: an unknown dtype, or a cache folder that cannot be written to or has no room.
         """
         check_dtype(dtype)
-        folder = self.folder / dtype
+        form = f"{dtype}-packed" if packed else dtype
+        folder = self.folder / form
         wanted = self._parts(layers)
-        missing = [part for part in wanted if not self._is_whole(folder / f"{part}.safetensors", part, dtype)]
+        missing = [part for part in wanted if not self._is_whole(folder / f"{part}.safetensors", part, form)]
         if missing or not (folder / "config.json").is_file():
             with writing_to_cache():
                 folder.mkdir(parents=True, exist_ok=True)
                 remove_stale(folder)
                 self._copy_config(folder, dtype)
                 if missing:
-                    self._convert(folder, missing, dtype, progress)
+                    self._convert(folder, missing, dtype, form, progress)
         return folder
 
     def _parts(self, layers: LayerRange) -> list[str]:
@@ -103,26 +123,27 @@ class GgufConversion:
             parts.insert(0, "embed")
         return [*parts, "head"] if last else parts
 
-    def _stamp(self, part: str, dtype: str) -> dict[str, str]:
-        return {"format": "pt", "meshnet": f"{self.fingerprint} v{CONVERSION_VERSION} {part} {dtype}"}
+    def _stamp(self, part: str, form: str) -> dict[str, str]:
+        return {"format": "pt", "meshnet": f"{self.fingerprint} v{CONVERSION_VERSION} {part} {form}"}
 
-    def _is_whole(self, path: Path, part: str, dtype: str) -> bool:
+    def _is_whole(self, path: Path, part: str, form: str) -> bool:
         """Whether the file is this part, of this model and conversion, and as long as its head says."""
         if not path.is_file():
             return False
         try:
-            return read_header(path).metadata == self._stamp(part, dtype)
+            return read_header(path).metadata == self._stamp(part, form)
         except InvalidInputError:
             return False
 
-    def _convert(self, folder: Path, parts: list[str], dtype: str, progress: Progress | None) -> None:
+    def _convert(self, folder: Path, parts: list[str], dtype: str, form: str, progress: Progress | None) -> None:
         from transformers import AutoConfig  # noqa: PLC0415  slow to import, only when something is converted
 
         from meshnet_node.gguf_tensor_map import plan_tensors  # noqa: PLC0415  imports torch
 
         config = AutoConfig.from_pretrained(self._text, local_files_only=True, trust_remote_code=False)
         plans = plan_tensors(self.header, config)
-        _check_room(folder, sum(tensor_bytes(DTYPES[dtype], plan.shape) for part in parts for plan in plans[part]))
+        targets = {part: [_Target.of(plan, dtype, packed=form != dtype) for plan in plans[part]] for part in parts}
+        _check_room(folder, sum(target.nbytes for part in parts for target in targets[part]))
         total = sum(plan.source_bytes for part in parts for plan in plans[part])
         done = 0
 
@@ -130,16 +151,16 @@ class GgufConversion:
             nonlocal done
             done += source_bytes
             if progress is not None:
-                progress(f"converting {self.path.name} ({dtype})", done, total)
+                progress(f"{'repacking' if form != dtype else 'converting'} {self.path.name} ({dtype})", done, total)
 
         count(0)
         with GgufValues(self.path) as values:
             for part in parts:
-                target = folder / f"{part}.safetensors"
-                if self._is_whole(target, part, dtype):  # another process came this far meanwhile
+                path = folder / f"{part}.safetensors"
+                if self._is_whole(path, part, form):  # another process came this far meanwhile
                     count(sum(plan.source_bytes for plan in plans[part]))
                 else:
-                    _write_part(target, plans[part], values, dtype, self._stamp(part, dtype), count)
+                    _write_part(path, targets[part], values, dtype, self._stamp(part, form), count)
 
     def _copy_config(self, folder: Path, dtype: str) -> None:
         for name in ("config.json", "generation_config.json"):
@@ -167,30 +188,61 @@ def check_dtype(dtype: str) -> None:
         raise InvalidInputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A tensor as it is written: values of ``code``, or blocks as bytes where ``moves`` says how they are laid."""
+
+    plan: TensorPlan
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    moves: BlockMoves | None
+
+    @classmethod
+    def of(cls, plan: TensorPlan, dtype: str, *, packed: bool) -> _Target:
+        moves = plan.moves() if packed else None
+        if moves is None:
+            return cls(plan, plan.name, DTYPES[dtype], plan.shape, None)
+        return cls(plan, f"{plan.name}.{moves.kind}", "U8", (*plan.shape[:-1], moves.row_bytes(plan.shape[-1])), moves)
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.code, self.shape)
+
+    def pieces(self, source: GgufValues, dtype: str) -> Iterator[Any]:
+        """Its bytes in order, as buffers."""
+        import torch  # noqa: PLC0415  only when something is converted
+
+        if self.moves is not None:
+            for blocks in self.plan.blocks(source, self.moves):
+                yield blocks.reshape(-1).data
+            return
+        kind = getattr(torch, dtype)
+        for values in self.plan.values(source):
+            # rounded by torch, as transformers does after de-quantising
+            block = torch.from_numpy(values).to(kind).contiguous()
+            if kind is torch.float16 and not bool(block.isfinite().all()):
+                raise UnsupportedModelError(f"{self.name} has values beyond float16; use bfloat16 or float32")
+            yield block.view(-1).view(torch.uint8).numpy().data
+
+
 def _write_part(
-    target: Path,
-    plans: list[TensorPlan],
+    path: Path,
+    targets: list[_Target],
     source: GgufValues,
     dtype: str,
     stamp: dict[str, str],
     on_bytes: Callable[[int], None],
 ) -> None:
-    import torch  # noqa: PLC0415  only when something is converted
-
-    code, kind = DTYPES[dtype], getattr(torch, dtype)
-    with renamed_when_done(target) as path, path.open("wb") as file:
-        file.write(encode_header([(plan.name, code, plan.shape) for plan in plans], stamp))
-        for plan in plans:
-            end = file.tell() + tensor_bytes(code, plan.shape)
-            for values in plan.values(source):
-                # rounded by torch, as transformers does after de-quantising
-                block = torch.from_numpy(values).to(kind).contiguous()
-                if kind is torch.float16 and not bool(block.isfinite().all()):
-                    raise UnsupportedModelError(f"{plan.name} has values beyond float16; use bfloat16 or float32")
-                file.write(block.view(-1).view(torch.uint8).numpy().data)
+    with renamed_when_done(path) as partial, partial.open("wb") as file:
+        file.write(encode_header([(target.name, target.code, target.shape) for target in targets], stamp))
+        for target in targets:
+            end = file.tell() + target.nbytes
+            for piece in target.pieces(source, dtype):
+                file.write(piece)
             if file.tell() != end:
-                raise UnsupportedModelError(f"{plan.name} came out {end - file.tell()} bytes short of {plan.shape}")
-            on_bytes(plan.source_bytes)
+                raise UnsupportedModelError(f"{target.name} came out {end - file.tell()} bytes short of {target.shape}")
+            on_bytes(target.plan.source_bytes)
 
 
 def _check_room(folder: Path, needed: int) -> None:

@@ -10,7 +10,7 @@ what they would drop in silence is refused. Knows nothing of caches and output f
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +21,12 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS, C
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from meshnet_core.errors import UnsupportedModelError
+from meshnet_node.gguf_blocks import BLOCK_BYTES
+from meshnet_node.gguf_moves import BlockMoves, found_moves
 from meshnet_node.gguf_rope import ROPE_FACTORS
 from meshnet_node.gguf_support import USE_SAFETENSORS
 from meshnet_node.gguf_values import GgufValues, rows_at_a_time
+from meshnet_node.packable_modules import packable_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,12 +52,14 @@ class TensorPlan:
         sources: GGUF tensors; several are joined along the second dimension (fused experts).
         convert: from the whole fp32 source to the whole fp32 tensor; None where values are only de-quantised and
             joined, so that a few rows at a time will do.
+        is_packable: whether the model uses it as a matrix of a product or a table of rows, and as nothing else.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[GgufTensor, ...]
     convert: Convert | None = None
+    is_packable: bool = False
 
     @property
     def source_bytes(self) -> int:
@@ -70,6 +75,26 @@ class TensorPlan:
         for start in range(0, self.shape[0], step):
             for source in self.sources:
                 yield file.rows(source, start, min(start + step, self.shape[0]))
+
+    def moves(self) -> BlockMoves | None:
+        """How the file's blocks become the tensor's without being de-quantised; None where they cannot."""
+        kinds = {source.ggml_type.name for source in self.sources}
+        if not self.is_packable or len(kinds) != 1 or not kinds <= BLOCK_BYTES.keys():
+            return None
+        if self.convert is None:
+            return BlockMoves(kinds.pop())
+        same = self.sources[0].shape == self.shape
+        return found_moves(kinds.pop(), self.shape, self.convert) if same else None
+
+    def blocks(self, file: GgufValues, moves: BlockMoves) -> Iterator[Array]:
+        """The tensor's blocks in order, uint8 ``[rows, bytes of a row]`` at a time."""
+        if moves.is_still:
+            step = rows_at_a_time(self.shape) if len(self.sources) == 1 else 1
+            for start in range(0, self.shape[0], step):
+                for source in self.sources:
+                    yield file.blocks(source, start, min(start + step, self.shape[0]))
+        else:
+            yield moves.moved(file.blocks(self.sources[0], 0, self.shape[0]))
 
 
 def plan_tensors(header: GgufHeader, config: PretrainedConfig) -> dict[str, list[TensorPlan]]:
@@ -92,10 +117,11 @@ def plan_tensors(header: GgufHeader, config: PretrainedConfig) -> dict[str, list
         expected.pop("lm_head.weight", None)
     plans = _converted_plans(header, config) if arch in GGUF_ARCHS else _processed_plans(header, config, model)
     _check_complete(arch, expected, plans)
+    packable = packable_weights(model)
     parts: dict[str, list[TensorPlan]] = {}
     for plan in plans:
         if plan.name in expected:  # leaves out a second copy of tied embeddings
-            parts.setdefault(_part_of(plan, arch), []).append(plan)
+            parts.setdefault(_part_of(plan, arch), []).append(replace(plan, is_packable=plan.name in packable))
     return parts
 
 

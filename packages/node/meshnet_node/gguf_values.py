@@ -51,17 +51,21 @@ class GgufValues:
         Raises:
             InvalidInputError: the file has become shorter meanwhile.
         """
-        shape, row_bytes = (stop - start, *tensor.shape[1:]), tensor.nbytes // tensor.shape[0]
-        if len(shape) == 1:
-            start, row_bytes, shape = 0, tensor.nbytes, tensor.shape
-            stop = 1
+        shape = tensor.shape if len(tensor.shape) == 1 else (stop - start, *tensor.shape[1:])
+        values = dequantize(self.blocks(tensor, start, stop), tensor.ggml_type)
+        return np.asarray(values, np.float32).reshape(shape)
+
+    def blocks(self, tensor: GgufTensor, start: int, stop: int) -> Array:
+        """The bytes of the same rows as the file has them, uint8 ``[rows, bytes of a row]``; errors likewise."""
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        if len(tensor.shape) == 1:
+            start, stop, row_bytes = 0, 1, tensor.nbytes
         data = np.empty((stop - start) * row_bytes, np.uint8)
         self._file.seek(tensor.start + start * row_bytes)
         if self._file.readinto(data.data) != len(data):
             raise InvalidInputError(f"{self._path} ended inside {tensor.name}; was it replaced while being read?")
         block, block_bytes = GGML_QUANT_SIZES[tensor.ggml_type]
-        values = dequantize(data.reshape(-1, shape[-1] // block * block_bytes), tensor.ggml_type)
-        return np.asarray(values, np.float32).reshape(shape)
+        return data.reshape(-1, tensor.shape[-1] // block * block_bytes)
 
 
 def rows_at_a_time(shape: tuple[int, ...]) -> int:

@@ -84,12 +84,14 @@ class HubModel:
         """Config, tokenizer and chat template, by name."""
         return read_text_files(self._folder)
 
-    def prepare(self, layers: LayerRange, *, dtype: str, progress: Progress | None = None) -> Path:
+    def prepare(
+        self, layers: LayerRange, *, dtype: str, packed: bool = False, progress: Progress | None = None
+    ) -> Path:
         """Fetch the weight files that hold tensors of these layers, and say where they are.
 
         A download that was interrupted goes on where it broke off. ``progress`` is told bytes, of all files together.
         """
-        del dtype  # safetensors stay as they are
+        del dtype, packed  # safetensors stay as they are
         names = self._files_for(layers)
         missing = [self._file(name) for name in names if not self._is_here(name)]
         if missing and not self._reachable:

@@ -32,6 +32,7 @@ from meshnet_node.family_support import Family, check_split
 from meshnet_node.growing_cache import rows_for
 from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.session_state import SessionState, tensors_of_each_layer, walk_tensors
+from meshnet_node.weight_packing import held_as
 
 __all__ = ["ForwardCancelledError", "ShardBackend", "ShardResult", "ShardWork", "TorchModelShard"]
 
@@ -100,7 +101,8 @@ class ShardBackend(Protocol):
         num_layers: layers of the whole model.
         hidden_size, vocab_size: of the model.
         max_positions: positions the model was made for; None where its config does not say.
-        dtype: compute dtype by name; session state of attention layers has it too.
+        dtype: compute dtype by name, which session state of attention layers has too, and how weights are held
+            (:mod:`meshnet_core.dtypes`).
         device: torch's name for it.
         model_type: transformers' name of the family.
         weight_bytes: bytes of weights and buffers held.
@@ -194,7 +196,7 @@ class TorchModelShard:
         self.attn_implementation: str = config._attn_implementation
         self._compute_dtype = model.dtype
         self._device = model.device
-        self.dtype = dtype_name(model.dtype)
+        self.dtype = "+".join(filter(None, (dtype_name(model.dtype), held_as(model))))
         self.device = str(model.device)
         self.weight_bytes = _weight_bytes(model)
         self._model = model

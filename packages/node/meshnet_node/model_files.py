@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,7 +36,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 class ModelSource(Protocol):
     """Where a model's files come from."""
 
-    def prepare(self, layers: LayerRange, *, dtype: str, progress: Progress | None = None) -> Path: ...
+    def prepare(
+        self, layers: LayerRange, *, dtype: str, packed: bool = False, progress: Progress | None = None
+    ) -> Path: ...
 
     def text_files(self) -> dict[str, bytes]: ...
 
@@ -51,6 +53,7 @@ class ModelFiles:
         num_layers, hidden_size: of the text model.
         max_positions: longest sequence the config allows; None where the config knows no limit.
         config: the parsed ``config.json``.
+        blocks: how its layers can be held packed as they are stored (``int4``, ``int8``); empty where they cannot.
     """
 
     name: str
@@ -60,8 +63,11 @@ class ModelFiles:
     max_positions: int | None
     config: dict[str, Any]
     source: ModelSource = field(repr=False)
+    blocks: str = ""
 
-    def prepare(self, layers: LayerRange, *, dtype: str, progress: Progress | None = None) -> Path:
+    def prepare(
+        self, layers: LayerRange, *, dtype: str, packed: bool = False, progress: Progress | None = None
+    ) -> Path:
         """A folder with ``config.json`` and safetensors files that hold at least what ``layers`` need.
 
         Tensors have the names of the Hugging Face checkpoint. May convert or download, for these layers only; a second
@@ -71,6 +77,7 @@ class ModelFiles:
             layers: within ``[0, num_layers)``.
             dtype: ``float32``, ``bfloat16`` or ``float16``; what a GGUF is de-quantised to. Checkpoints that are
                 safetensors already stay in their own dtype.
+            packed: leave blocks of a GGUF as they are that can be computed with (:mod:`meshnet_node.gguf_blocks`).
             progress: told how far long work is.
 
         Raises:
@@ -81,7 +88,7 @@ class ModelFiles:
         check_dtype(dtype)
         if layers.stop > self.num_layers:
             raise InvalidInputError(f"{self.name} has layers 0-{self.num_layers - 1}; {layers} goes beyond them")
-        return self.source.prepare(layers, dtype=dtype, progress=progress)
+        return self.source.prepare(layers, dtype=dtype, packed=packed, progress=progress)
 
     def text_files(self) -> dict[str, bytes]:
         """The files a gateway needs for text, by name; see :mod:`meshnet_node.text_files`."""
@@ -159,7 +166,8 @@ def _open_file(path: Path, cache: Path) -> ModelFiles:
 def _open_gguf(path: Path, cache: Path, *, name: str | None = None) -> ModelFiles:
     conversion = GgufConversion(path, cache)
     title = str(conversion.header.metadata.get("general.name") or path.stem)
-    return _model_files(name or title, conversion.fingerprint, conversion.config, conversion)
+    files = _model_files(name or title, conversion.fingerprint, conversion.config, conversion)
+    return replace(files, blocks=conversion.blocks)
 
 
 def _open_folder(folder: Path) -> ModelFiles:
@@ -183,7 +191,9 @@ class _Folder:
 
     folder: Path
 
-    def prepare(self, layers: LayerRange, *, dtype: str, progress: Progress | None = None) -> Path:
+    def prepare(
+        self, layers: LayerRange, *, dtype: str, packed: bool = False, progress: Progress | None = None
+    ) -> Path:
         return self.folder
 
     def text_files(self) -> dict[str, bytes]:

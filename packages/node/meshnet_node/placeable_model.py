@@ -16,6 +16,7 @@ from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
 from meshnet_node.family_support import check_split, config_of, cuts_of, family_of
 from meshnet_node.layer_slicing import base_of, prune
 from meshnet_node.shard_loader import ShardPlan, empty_model
+from meshnet_node.weight_choice import keeps_packed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from meshnet_core.layer_range import LayerRange
+    from meshnet_node.gguf_conversion import Progress
     from meshnet_node.model_files import ModelFiles
 
 ROOM_POSITIONS = 4096  # of session state for which room is kept: one long chat, or a few short ones
@@ -36,9 +38,10 @@ class PlaceableModel:
     Args:
         files: of the model.
         dtype, device: see :mod:`meshnet_node.device_choice`; what the checkpoint is stored in is taken from its config.
+        quantize: see :mod:`meshnet_node.weight_choice`.
 
     Attributes:
-        dtype: by name.
+        dtype: by name, and how weights will be held.
         device: where shards will be.
 
     Raises:
@@ -46,12 +49,15 @@ class PlaceableModel:
         InvalidInputError: an unknown dtype or device.
     """
 
-    def __init__(self, files: ModelFiles, *, dtype: str = "auto", device: str = "auto") -> None:
+    def __init__(self, files: ModelFiles, *, dtype: str = "auto", device: str = "auto", quantize: str = "auto") -> None:
         config = config_of(files.config)
         self.device = choose_device(device)
         self.files = files
         chosen = choose_dtype(dtype, self.device, _stored_dtype(config))
-        self.dtype = dtype_name(chosen)
+        self._packed = keeps_packed(quantize, self.device, chosen)
+        self._quantize = quantize
+        self._computed_in = dtype_name(chosen)
+        self.dtype = "+".join(filter(None, (self._computed_in, files.blocks if self._packed else "")))
         self._config = config
         self._family = family_of(config)
         self._empty = empty_model(config, chosen)
@@ -77,6 +83,10 @@ class PlaceableModel:
             cuts=None if len(cuts) == len(layers) - 1 else cuts,
         )
 
+    def prepare(self, layers: LayerRange, progress: Progress | None = None) -> Path:
+        """As :meth:`meshnet_node.model_files.ModelFiles.prepare`."""
+        return self.files.prepare(layers, dtype=self._computed_in, packed=self._packed, progress=progress)
+
     def plan(self, folder: Path, layers: LayerRange) -> ShardPlan:
         """What would be loaded of ``folder`` for ``layers``; as :func:`meshnet_node.shard_loader.plan_shard`.
 
@@ -86,7 +96,7 @@ class PlaceableModel:
         check_split(self._config, layers)
         model = copy.deepcopy(self._empty)
         prune(model, layers, self._family)
-        return ShardPlan(folder, layers, self._family, self.device, model)
+        return ShardPlan(folder, layers, self._family, self.device, model, self._quantize)
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> int:

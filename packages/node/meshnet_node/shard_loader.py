@@ -41,6 +41,8 @@ from meshnet_node.layer_slicing import base_of, prune
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.packed_linear import pack_linears
 from meshnet_node.transformers_bars import no_bars
+from meshnet_node.weight_choice import keeps_packed
+from meshnet_node.weight_packing import Packing
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes to read), from any thread, one call at a time."""
@@ -79,6 +81,7 @@ def load_shard(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    quantize: str = "auto",
     progress: Progress | None = None,
 ) -> TorchModelShard:
     """Read and hold ``layers`` of the model in ``folder``, and what goes with them.
@@ -89,16 +92,19 @@ def load_shard(
     Args:
         folder: ``config.json`` and one or more ``*.safetensors``; files without any tensor of ``layers`` may be absent.
         dtype, device: see :mod:`meshnet_node.device_choice`.
+        quantize: see :mod:`meshnet_node.weight_choice`.
 
     Raises:
         ModelNotFoundError: if the folder or a tensor that the range needs is not there.
         UnsupportedModelError: by name and reason.
         InvalidInputError: a range past the model's end, an unknown dtype or device, a broken file.
     """
-    return plan_shard(folder, layers, dtype=dtype, device=device).load(progress)
+    return plan_shard(folder, layers, dtype=dtype, device=device, quantize=quantize).load(progress)
 
 
-def plan_shard(folder: Path, layers: LayerRange, *, dtype: str = "auto", device: str = "auto") -> ShardPlan:
+def plan_shard(
+    folder: Path, layers: LayerRange, *, dtype: str = "auto", device: str = "auto", quantize: str = "auto"
+) -> ShardPlan:
     """What :func:`load_shard` would load, without reading a tensor; arguments and errors are its own."""
     config = read_config(folder)
     if layers.stop > config.num_hidden_layers:
@@ -112,7 +118,7 @@ def plan_shard(folder: Path, layers: LayerRange, *, dtype: str = "auto", device:
     on = choose_device(device)
     model = empty_model(config, choose_dtype(dtype, on, checkpoint.float_dtype()))
     prune(model, layers, family)
-    return ShardPlan(folder, layers, family, on, model)
+    return ShardPlan(folder, layers, family, on, model, quantize)
 
 
 class ShardPlan:
@@ -125,37 +131,70 @@ class ShardPlan:
         layers: what it will hold.
         num_layers, hidden_size: of the whole model.
         max_positions: likewise; None where its config does not say.
-        dtype: what it will compute in, by name.
+        dtype: what it will compute in, by name, and how weights are held (:mod:`meshnet_core.dtypes`).
         device: where.
+        packed_bytes: bytes of weights that it will hold packed.
         weight_bytes: bytes of weights that it will hold, to within a few that a family keeps wider.
     """
 
     def __init__(
-        self, folder: Path, layers: LayerRange, family: Family, device: torch.device, model: PreTrainedModel
+        self,
+        folder: Path,
+        layers: LayerRange,
+        family: Family,
+        device: torch.device,
+        model: PreTrainedModel,
+        quantize: str = "auto",
     ) -> None:
         config = model.config
+        self._packing = _packing(model, CheckpointReader(folder), device, quantize)
         self.layers = layers
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        self.dtype = dtype_name(model.dtype)
+        self.dtype = "+".join(filter(None, (dtype_name(model.dtype), self._packing.held)))
         self.device = device
-        self.weight_bytes = sum(
+        self.packed_bytes = self._packing.nbytes
+        plain = sum(
             parameter.nbytes for name, parameter in model.named_parameters() if name not in model.all_tied_weights_keys
         )
+        self.weight_bytes = plain - self._packing.replaced_bytes + self._packing.nbytes
         self._folder = folder
         self._family = family
         self._model = model
 
     def load(self, progress: Progress | None = None) -> TorchModelShard:
         """Read the tensors and hold them; errors are those of :func:`load_shard`."""
+        model = self.load_model(progress)
+        pack_linears(model, keep=self._family.reads_weights)
+        try:
+            return TorchModelShard(model, self.layers, self._family)  # runs it once
+        except AttributeError as error:
+            if not self._packing.nbytes:
+                raise
+            raise UnsupportedModelError(
+                f"{model.config.model_type} uses weights otherwise than in plain products ({error}), so that they "
+                "cannot be held packed; take --quantize none"
+            ) from error
+
+    def load_model(self, progress: Progress | None = None) -> PreTrainedModel:
+        """The pruned model itself, filled: of all layers it is transformers' whole model."""
         layers, model = self.layers, copy.deepcopy(self._model)
-        _fill(model, CheckpointReader(self._folder), self.device, layers, progress or (lambda done, total: None))
+        checkpoint, packing = CheckpointReader(self._folder), self._packing
+        _fill(model, checkpoint, self.device, layers, progress or (lambda done, total: None), packing)
         if layers.start > 0:
             base_of(model).set_input_embeddings(nn.Identity())  # a tied tail's matrix lives on in its output projection
         model.train(mode=False).requires_grad_(requires_grad=False)
-        pack_linears(model, keep=self._family.reads_weights)
-        return TorchModelShard(model, layers, self._family)
+        return model
+
+
+def _packing(model: PreTrainedModel, checkpoint: CheckpointReader, device: torch.device, quantize: str) -> Packing:
+    packing = Packing(model, checkpoint)
+    if packing.nbytes and not keeps_packed(quantize, device, model.dtype):
+        raise InvalidInputError(
+            f"{checkpoint.folder} holds packed weights, which are for bfloat16 on a CPU; prepare the model without"
+        )
+    return packing
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -170,13 +209,20 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _fill(
-    model: PreTrainedModel, checkpoint: CheckpointReader, device: torch.device, layers: LayerRange, progress: Progress
+    model: PreTrainedModel,
+    checkpoint: CheckpointReader,
+    device: torch.device,
+    layers: LayerRange,
+    progress: Progress,
+    packing: Packing,
 ) -> None:
     """Read the tensors that ``model`` still has on the meta device, layer by layer, and make its buffers."""
+    packing.take_out(model)
     towers: Any = [WeightRenaming(theirs, own) for theirs, own in _TOWER_NAMES.items()]
     conversions: list[Any] = [*towers, *get_model_conversion_mapping(model)]
     wanted = _wanted(model, checkpoint, conversions)
-    counter = _ByteCounter(sum(stored.nbytes for group in wanted for stored in group), progress)
+    plain_bytes = sum(stored.nbytes for group in wanted for stored in group)
+    counter = _ByteCounter(plain_bytes + packing.stored_bytes, progress)
     load_config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(checkpoint.folder),
         device_map={"": device},
@@ -195,6 +241,7 @@ def _fill(
             info.conversion_errors |= part.conversion_errors
     _refuse_incomplete(model, info, checkpoint.folder, layers)
     model._finalize_model_loading(model, load_config, info)
+    packing.put_in(model, counter.add)
 
 
 def _wanted(model: PreTrainedModel, checkpoint: CheckpointReader, conversions: list[Any]) -> list[list[StoredTensor]]:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from meshnet_core.clock import Clock
-from meshnet_core.dtypes import TOKEN_ID_BYTES, dtype_bytes
+from meshnet_core.dtypes import TOKEN_ID_BYTES, computed_in, dtype_bytes
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.model_backend import ShardResult, ShardWork
 from meshnet_node.offered_shard import LoadedShard
@@ -86,7 +86,7 @@ class ShardProbes:
                 position=position,
                 seq_len=1,
                 payload=bytes(width),
-                wire_dtype=backend.dtype,
+                wire_dtype=computed_in(backend.dtype),
                 sample=1 if backend.layers.stop == backend.num_layers else 0,
             )
             _, timing = await self._lane.run(self, backend, work, _as_it_is)

@@ -25,16 +25,20 @@ class ShardRoute:
     Args:
         folder: a prepared model folder.
         split: which layers each shard holds.
-        dtype, device: by name, as :func:`~meshnet_node.shard_loader.load_shard` takes them.
+        dtype, device, quantize: by name, as :func:`~meshnet_node.shard_loader.load_shard` takes them.
+
+    Attributes:
+        dtype: what they compute in, and how weights are held.
 
     Raises:
         UnsupportedModelError: this model cannot be cut so, with the reason.
         MeshnetError: as ``load_shard``.
     """
 
-    def __init__(self, folder: Path, split: Split, *, dtype: str, device: str) -> None:
+    def __init__(self, folder: Path, split: Split, *, dtype: str, device: str, quantize: str = "auto") -> None:
         self._starts = split.starts
-        self._shards = [load_shard(folder, held, dtype=dtype, device=device) for held in split.held]
+        self._shards = [load_shard(folder, held, dtype=dtype, device=device, quantize=quantize) for held in split.held]
+        self.dtype = max((shard.dtype for shard in self._shards), key=len)  # one without packed layers is part of it
         self._wire_dtype = wire_dtype(shard.dtype for shard in self._shards)
 
     def open(self) -> list[SessionState]:

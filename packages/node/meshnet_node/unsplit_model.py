@@ -17,9 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from meshnet_core.errors import ModelNotFoundError
-from meshnet_node.shard_loader import read_config
+from meshnet_core.layer_range import LayerRange
+from meshnet_node.device_choice import dtype_name
+from meshnet_node.shard_loader import plan_shard, read_config
 from meshnet_node.tensor_index import INDEX_NAME, index_folder
 from meshnet_node.transformers_bars import no_bars
+from meshnet_node.weight_choice import keeps_packed
 
 
 class UnsplitModel:
@@ -29,14 +32,23 @@ class UnsplitModel:
         folder: as :func:`~meshnet_node.shard_loader.load_shard` takes it, with all layers.
         dtype: to compute in.
         device: to run on.
+        quantize: where weights are held packed, transformers' own loading cannot be had: only its modules are then.
 
     Raises:
         ModelNotFoundError: the folder or a tensor of the model is not there.
         UnsupportedModelError: by name and reason.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    _model: Any
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "auto") -> None:
         config = read_config(folder)
+        if keeps_packed(quantize, device, dtype):
+            everything = LayerRange(0, config.num_hidden_layers)
+            plan = plan_shard(folder, everything, dtype=dtype_name(dtype), device=str(device), quantize=quantize)
+            if plan.packed_bytes:
+                self._model = plan.load_model()
+                return
         with _indexed(folder) as whole, no_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 whole, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
@@ -44,7 +56,7 @@ class UnsplitModel:
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ModelNotFoundError(f"{folder} lacks {len(missing)} tensors of the model, such as {missing[0]}")
-        self._model: Any = model.to(device).eval()
+        self._model = model.to(device).eval()
 
     def open(self) -> DynamicCache:
         """An empty cache."""

@@ -128,6 +128,7 @@ def verify(
     tokens: int,
     dtype: str = "auto",
     device: str = "auto",
+    quantize: str = "auto",
     progress: Progress = lambda what, done, total: None,
 ) -> Verification:
     """Run all checks.
@@ -138,6 +139,7 @@ def verify(
         prompts: token ids; at least one prompt of at least one token.
         tokens: how many to answer each prompt with, at least :data:`MIN_TOKENS`.
         dtype, device: see :mod:`~meshnet_node.device_choice`.
+        quantize: see :mod:`~meshnet_node.weight_choice`; packed weights are compared with packed ones.
 
     Raises:
         UnsupportedModelError: the model is not supported, or none of the splits.
@@ -149,32 +151,34 @@ def verify(
     kind = choose_dtype(dtype, on, CheckpointReader(folder).float_dtype())
     total = 1 + len(SPLIT_CHECKS) * len(splits)
     progress("the whole model", 0, total)
-    reference, whole = _refer(folder, prompts, tokens, kind, on)
+    reference, whole = _refer(UnsplitModel(folder, kind, on, quantize), prompts, tokens, kind)
     results, refused = [whole], []
+    computed = dtype_name(kind)
     for number, split in enumerate(splits):
         first = 1 + number * len(SPLIT_CHECKS)
         gc.collect()  # the model or the shards before this: they hold themselves in cycles
         progress(f"loading {split}", first, total)
         try:
-            checks = _SplitChecks(ShardRoute(folder, split, dtype=dtype_name(kind), device=str(on)), reference)
+            route = ShardRoute(folder, split, dtype=dtype_name(kind), device=str(on), quantize=quantize)
+            checks = _SplitChecks(route, reference)
         except UnsupportedModelError as error:
             refused.append((split, error.message))
             continue
         for index, check in enumerate(SPLIT_CHECKS):
             progress(f"{check} of {split}", first + index, total)
             results.append(checks.run(check, split))
-        del checks
+        computed = route.dtype
+        del checks, route
     if len(refused) == len(splits):
         raise UnsupportedModelError(refused[0][1])
     progress("done", total, total)
-    return Verification(dtype_name(kind), str(on), reference.tolerance, tuple(results), tuple(refused))
+    return Verification(computed, str(on), reference.tolerance, tuple(results), tuple(refused))
 
 
 def _refer(
-    folder: Path, prompts: Sequence[Sequence[int]], tokens: int, dtype: torch.dtype, device: torch.device
+    model: UnsplitModel, prompts: Sequence[Sequence[int]], tokens: int, dtype: torch.dtype
 ) -> tuple[_Reference, CheckResult]:
     """The reference, and how the whole model compares with itself between the ways of running."""
-    model = UnsplitModel(folder, dtype, device)
     answers, logits = zip(*(greedy_answer(model, prompt, tokens) for prompt in prompts), strict=True)
     every = torch.cat(logits)
     bound = widest_tolerance(dtype, every)

@@ -1,0 +1,198 @@
+"""A weight matrix in torch's packed 4-bit form for CPUs: products with it, single rows of it, and how it is filled.
+
+The product is ``aten::_weight_int4pack_mm_for_cpu`` (torch 2.5 and later): bfloat16 inputs, float32 sums, and weights
+``(code - 8) * scale + zero`` in groups of 32 along a row. Weights of 8 bits are two such matrices side by side (see
+:mod:`meshnet_node.gguf_blocks`). The packed layout depends on the CPU, so it is found out by packing numbers that
+tell where each went:
+
+    AVX-512: 64 rows make a block, with 32 bytes for each column; byte i has row i (low half) and row i + 32 (high half)
+
+Knows no modules, files or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshnet_node.gguf_blocks import GROUP, CodedRows
+
+ROW_BLOCK = 64
+"""Rows are packed in blocks of so many; matrices whose rows fill them can be joined (:meth:`PackedMatrix.joined`)."""
+
+_FEW = 24  # inputs up to which the packed product is faster than unpacking and bfloat16's own
+_UNPACKED_VALUES = 1 << 22  # at most so many values are unpacked at a time
+_FILL_CODES = 1 << 20  # at most so many codes are widened to int32 at a time, to be packed
+
+_ops: Any = torch.ops.aten
+
+
+def packed_bytes(rows: int, columns: int, planes: int) -> int:
+    """Bytes of a :class:`PackedMatrix` of that shape."""
+    return -(-rows // ROW_BLOCK) * ROW_BLOCK * columns * planes * 5 // 8
+
+
+class PackedMatrix(nn.Module):
+    """A matrix ``[rows, columns]``; ``columns`` is a multiple of 32. Empty until :meth:`fill` has had all its rows.
+
+    Args:
+        planes: 1 for weights of 4 bits, 2 for weights of 8.
+
+    Attributes:
+        codes: packed, uint8 ``[padded rows, planes * columns / 2]``.
+        scales: bfloat16 ``[planes * columns / 32, padded rows, 2]``: scale and zero.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, rows: int, columns: int, planes: int) -> None:
+        super().__init__()
+        self.rows, self.columns, self.planes = rows, columns, planes
+        padded, width = -(-rows // ROW_BLOCK) * ROW_BLOCK, planes * columns
+        self.register_buffer("codes", torch.empty(padded, width // 2, dtype=torch.uint8), persistent=False)
+        scales = torch.empty(width // GROUP, padded, 2, dtype=torch.bfloat16)
+        self.register_buffer("scales", scales, persistent=False)
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """How many rows :meth:`fill` is best given at once."""
+        return max(1, _FILL_CODES // (self.planes * self.columns * ROW_BLOCK)) * ROW_BLOCK
+
+    @torch.inference_mode()
+    def fill(self, start: int, coded: CodedRows) -> None:
+        """Take in the rows from ``start`` (a multiple of 64) on: whole blocks of 64, or up to the last row."""
+        count = coded.codes.shape[0]
+        padded = -(-count // ROW_BLOCK) * ROW_BLOCK
+        codes = torch.zeros(padded, self.planes * self.columns, dtype=torch.int32)
+        codes[:count] = torch.from_numpy(coded.codes)
+        self.codes[start : start + padded] = _ops._convert_weight_to_int4pack_for_cpu(codes, 1)
+        self.scales[:, start : start + padded] = 0
+        self.scales[:, start : start + count, 0] = torch.from_numpy(coded.scales).t()
+        self.scales[:, start : start + count, 1] = torch.from_numpy(coded.zeros).t()
+
+    def product(self, inputs: torch.Tensor) -> torch.Tensor:
+        """``inputs @ matrix.T``: bfloat16 ``[n, columns]`` -> bfloat16 ``[n, rows]``."""
+        if inputs.shape[0] > _FEW:
+            return self._product_unpacked(inputs)
+        given = torch.cat([inputs, inputs], dim=1) if self.planes == 2 else inputs.contiguous()
+        out: torch.Tensor = _ops._weight_int4pack_mm_for_cpu(given, self.codes, GROUP, self.scales)
+        return out if out.shape[1] == self.rows else out[:, : self.rows]
+
+    def _product_unpacked(self, inputs: torch.Tensor) -> torch.Tensor:
+        """For many inputs, where the packed product would unpack each weight again and again."""
+        step = max(1, _UNPACKED_VALUES // (self.columns * ROW_BLOCK)) * ROW_BLOCK
+        if step >= self.rows:
+            return (inputs @ self._unpacked(0, self.codes.shape[0]))[:, : self.rows]
+        out = torch.empty(inputs.shape[0], self.rows, dtype=inputs.dtype)
+        for start in range(0, self.rows, step):
+            stop = min(start + step, self.codes.shape[0])
+            out[:, start:stop] = (inputs @ self._unpacked(start, stop))[:, : self.rows - start]
+        return out
+
+    def _unpacked(self, start: int, stop: int) -> torch.Tensor:
+        """The rows of whole blocks as bfloat16 ``[columns, stop - start]``, rounded as bfloat16 arithmetic does."""
+        planes = [self._plane(plane, start, stop) for plane in range(self.planes)]
+        codes = planes[0] if self.planes == 1 else planes[0].mul_(16).sub_(128).add_(planes[1])  # exact: 8 bits
+        kept = self.scales[-(self.columns // GROUP) :, start:stop].unbind(-1)  # of the low plane, where there are two
+        scale = kept[0].unsqueeze(1)
+        grouped = codes.view(self.columns // GROUP, GROUP, stop - start)
+        if self.planes == 2:
+            return grouped.mul_(scale).view(self.columns, -1)
+        zero = kept[1].unsqueeze(1)
+        return grouped.sub_(8).mul_(scale).add_(zero).view(self.columns, -1)
+
+    def _plane(self, plane: int, start: int, stop: int) -> torch.Tensor:
+        """One plane's codes, bfloat16 ``[columns, stop - start]``."""
+        layout = _layout()
+        size, half, width = layout.rows, layout.rows // 2, self.planes * self.columns
+        packed = self.codes[start:stop].view(-1, width, half)
+        packed = packed[:, plane * self.columns : (plane + 1) * self.columns].transpose(0, 1)
+        out = torch.empty(self.columns, packed.shape[1], size, dtype=torch.bfloat16)
+        if layout.is_halved:
+            out[..., :half] = packed & 15
+            out[..., half:] = packed >> 4
+        else:
+            out[..., layout.low] = (packed & 15).to(torch.bfloat16)
+            out[..., layout.high] = (packed >> 4).to(torch.bfloat16)
+        return out.view(self.columns, -1)
+
+    def take(self, indices: torch.Tensor) -> torch.Tensor:
+        """Single rows: int64 ``[n]`` -> bfloat16 ``[n, columns]``, rounded once from float32."""
+        layout = _layout()
+        half, width = layout.rows // 2, self.planes * self.columns
+        within = indices % layout.rows
+        packed = self.codes.view(-1, width, half)[indices // layout.rows, :, layout.byte[within]]
+        codes = (packed >> layout.shift[within].unsqueeze(1)) & 15
+        scales = self.scales[:, indices].float()  # [groups, n, 2]
+        scale, zero = scales[..., 0].t().unsqueeze(-1), scales[..., 1].t().unsqueeze(-1)
+        values = (codes.view(len(indices), -1, GROUP).float() - 8) * scale + zero
+        return values.view(len(indices), self.planes, self.columns).sum(1).to(torch.bfloat16)
+
+    @classmethod
+    def joined(cls, parts: Sequence[PackedMatrix]) -> PackedMatrix:
+        """One matrix with the rows of all, in order: for products of one input with several weights at once.
+
+        Raises:
+            ValueError: their columns or planes differ, or one but the last has rows that fill no whole blocks of 64.
+        """
+        first = parts[0]
+        if any((part.columns, part.planes) != (first.columns, first.planes) for part in parts):
+            raise ValueError("matrices of different columns or widths cannot be joined")
+        if any(part.rows % ROW_BLOCK for part in parts[:-1]):
+            raise ValueError(f"matrices are joined at multiples of {ROW_BLOCK} rows")
+        whole = cls(0, first.columns, first.planes)
+        whole.rows = sum(part.rows for part in parts)
+        whole.codes = torch.cat([part.codes for part in parts])
+        whole.scales = torch.cat([part.scales for part in parts], dim=1)
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the packed form puts the rows of a block of ``rows``, at each column in ``rows / 2`` bytes.
+
+    Attributes:
+        byte, shift: of each row: the byte, and by how many bits it is shifted there.
+        low, high: of each byte: the rows in its low and its high half.
+        is_halved: whether those are simply the first and the second half of the rows.
+    """
+
+    rows: int
+    byte: torch.Tensor
+    shift: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    is_halved: bool
+
+
+@cache
+def _layout() -> _Layout:
+    """The layout of this process' CPU, from where the digits of row numbers went.
+
+    Raises:
+        RuntimeError: it is none that is known here; torch has changed.
+    """
+    columns = 2
+    numbers = torch.arange(ROW_BLOCK).unsqueeze(1).expand(-1, columns)
+    ones, sixteens = (
+        _ops._convert_weight_to_int4pack_for_cpu(digit.to(torch.int32).contiguous(), 1).flatten().long()
+        for digit in (numbers % 16, numbers // 16)
+    )
+    low, high = (ones & 15) + 16 * (sixteens & 15), (ones >> 4) + 16 * (sixteens >> 4)
+    # With two columns a block's first half of bytes is the first column, the second half the second.
+    size = next((s for s in (64, 32, 16) if torch.equal(low[: s // 2], low[s // 2 : s])), 0)
+    if not size or sorted([*low[: size // 2].tolist(), *high[: size // 2].tolist()]) != list(range(size)):
+        raise RuntimeError("torch packs 4-bit weights in a way that is not known here")
+    low, high = low[: size // 2], high[: size // 2]
+    byte, shift = torch.empty(size, dtype=torch.int64), torch.empty(size, dtype=torch.uint8)
+    places = torch.arange(size // 2)
+    byte[low], byte[high] = places, places
+    shift[low], shift[high] = 0, 4
+    is_halved = torch.equal(low, places) and torch.equal(high, places + size // 2)
+    return _Layout(size, byte, shift, low, high, is_halved)
