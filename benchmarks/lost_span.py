@@ -180,7 +180,7 @@ async def measure(
     """One row for each number of positions, over ``count`` nodes and a spare tail."""
     names = [f"node-{index}" for index in range(count)]
     started: list[Child] = []
-    common = ["--tracker", tracker_url, "--port", "0", "--dtype", options.dtype, "--threads", "1"]
+    common = ["--tracker", tracker_url, "--port", "0", "--dtype", options.dtype, "--quantize", "none", "--threads", "1"]
     for name, layers in zip([*names, "spare"], [*SPLITS[count], SPLITS[count][-1]], strict=True):
         arguments = ["node", "smollm2", "--layers", layers, *common, "--name", f"{name}-of-{count}", "--insecure"]
         started.append(children.start(f"{name}-of-{count}", arguments))

@@ -104,7 +104,16 @@ def mesh_processes(
                 name = f"node-{index + 1}"
                 device = options.devices[index % len(options.devices)]
                 arguments = ["node", model, "--layers", layers, *at_tracker, "--port", "0", "--name", name]
-                arguments += ["--dtype", options.dtype, "--device", device, "--threads", str(options.threads)]
+                arguments += [
+                    "--dtype",
+                    options.dtype,
+                    "--quantize",
+                    "none",
+                    "--device",
+                    device,
+                    "--threads",
+                    str(options.threads),
+                ]
                 nodes.append(children.start(name, arguments, environment))
             started = children.start("gateway", ["gateway", *at_tracker, "--port", "0"]) if gateway else None
             children.wait_ready(*nodes, timeout_s=NODE_TIMEOUT_S)
