@@ -25,6 +25,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from meshnet_core.layer_range import LayerRange
+from meshnet_node.cpu_attention import use_cpu_attention
 from meshnet_node.family_support import Family
 from meshnet_node.growing_cache import let_grow
 from meshnet_node.ragged_attention import ragged_name
@@ -83,6 +84,7 @@ class LayerView:
         _renumber(self.model, held, self.layers)
         _slice_config(self.config, self.layers)
         family.adapt(self.model, self.layers)
+        use_cpu_attention(self.config, shard.device, shard.dtype)
         self._new_cache = family.new_cache
         self._steps_only = family.steps_only
         types = set(getattr(self.config, "layer_types", None) or ())

@@ -1,0 +1,100 @@
+"""What makes a step quick on a CPU in bfloat16 leaves every family's logits as transformers' own modules give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from in_process_mesh import random_prompt
+from meshnet_core.layer_range import LayerRange
+from meshnet_node import layer_slicing, packed_linear
+from meshnet_node.cpu_attention import attend
+from meshnet_node.packed_linear import PackedLinear, can_pack
+from meshnet_node.shard_loader import load_shard
+from shard_routes import Models, Route
+from tiny_models import CORE, FAMILIES, num_layers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("tiny"))
+
+
+def logits_of(models: Models, family: str) -> tuple[torch.Tensor, int]:
+    """Of a prompt in chunks and some steps, in bfloat16; and how many matrices were packed."""
+    layers = num_layers(family)
+    shard = load_shard(models.folder(family), LayerRange(0, layers), dtype="bfloat16", device="cpu")
+    route, ids = Route([(shard, 0)]), random_prompt(16)
+    states = route.open()
+    logits = torch.cat([route.prefill(ids[:12], states), route.decode(ids[12:], 12, states)])
+    assert shard.weight_bytes > 0
+    return logits, sum(isinstance(module, PackedLinear) for module in shard._model.modules())
+
+
+def check_family(models: Models, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "_LEAST_ELEMENTS", 1)
+    quick, packed = logits_of(models, family)
+    assert packed >= num_layers(family) or not can_pack()
+    monkeypatch.setattr(packed_linear, "can_pack", lambda: False)
+    monkeypatch.setattr(layer_slicing, "use_cpu_attention", lambda *_: None)
+    plain, packed = logits_of(models, family)
+    assert packed == 0
+    torch.testing.assert_close(quick, plain, rtol=0.1, atol=0.1)  # rounding; most have the same bits
+
+
+@pytest.mark.parametrize("family", CORE)
+def test_a_family_computes_the_same(models: Models, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_family(models, family, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(CORE)))
+def test_so_does_every_other_family(models: Models, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_family(models, family, monkeypatch)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, sharing: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = sharing
+        self.is_causal = True
+
+
+@pytest.mark.parametrize("sharing", [1, 2, 3, 7])
+@pytest.mark.parametrize("positions", [1, 40, 700])
+@torch.inference_mode()
+def test_heads_that_ask_together_find_what_each_finds_alone(sharing: int, positions: int) -> None:
+    query = torch.randn(1, 4 * sharing, 1, 64, dtype=torch.bfloat16)
+    room = torch.randn(2, 1, 4, positions + 9, 64, dtype=torch.bfloat16)
+    key, value = room[:, :, :, :positions]  # views with room behind them, as caches hold
+    module = Attention(sharing)
+    mine, _ = attend(module, query, key, value, None, scaling=0.2)
+    theirs, _ = sdpa_attention_forward(module, query, key, value, None, scaling=0.2)
+    torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
+    exact = functional.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), scale=0.2, enable_gqa=True
+    )
+    torch.testing.assert_close(mine.double(), exact.transpose(1, 2), rtol=0.02, atol=0.02)
+
+
+@torch.inference_mode()
+def test_several_positions_and_masks_go_the_usual_way() -> None:
+    module = Attention(2)
+    key, value = torch.randn(2, 1, 2, 9, 16)
+    for count, mask in ((9, None), (2, torch.ones(1, 1, 2, 9).tril(7) > 0), (1, torch.arange(9).view(1, 1, 1, 9) > 3)):
+        query = torch.randn(1, 4, count, 16)
+        mine, _ = attend(module, query, key, value, mask)
+        theirs, _ = sdpa_attention_forward(module, query, key, value, mask)
+        assert torch.equal(mine, theirs)
