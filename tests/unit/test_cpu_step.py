@@ -13,7 +13,9 @@ from in_process_mesh import random_prompt
 from meshnet_core.layer_range import LayerRange
 from meshnet_node import layer_slicing, packed_linear
 from meshnet_node.cpu_attention import attend
+from meshnet_node.model_backend import ShardResult, ShardWork
 from meshnet_node.packed_linear import PackedLinear, can_pack
+from meshnet_node.session_state import SessionState
 from meshnet_node.shard_loader import load_shard
 from shard_routes import Models, Route
 from tiny_models import CORE, FAMILIES, num_layers
@@ -63,6 +65,31 @@ def test_a_family_computes_the_same(models: Models, family: str, monkeypatch: py
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(CORE)))
 def test_so_does_every_other_family(models: Models, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_family(models, family, monkeypatch)
+
+
+@pytest.mark.parametrize("family", CORE)
+def test_sessions_run_together_in_bfloat16_too(models: Models, family: str) -> None:
+    shard = load_shard(models.folder(family), LayerRange(0, num_layers(family)), dtype="bfloat16", device="cpu")
+    route = Route([(shard, 0)])
+    prompts = [random_prompt(length, seed=length) for length in (5, 19)]
+    alone: list[list[SessionState]] = []
+    together: list[list[SessionState]] = []
+    for states_of in (alone, together):
+        for prompt in prompts:
+            states = route.open()
+            route.prefill(prompt, states)
+            states_of.append(states)
+    expected = [route.frame([7], len(prompt), states)[-1] for prompt, states in zip(prompts, alone, strict=True)]
+    payload = torch.tensor([7], dtype=torch.int32).numpy().tobytes()
+    works = [
+        ShardWork(0, states[0], len(prompt), 1, payload, "float32", sample=1)
+        for prompt, states in zip(prompts, together, strict=True)
+    ]
+    assert len({shard.batch_key(work) for work in works} - {None}) == 1
+    for result, row in zip(shard.forward(works), expected, strict=True):
+        assert isinstance(result, ShardResult)
+        assert result.logits is not None
+        torch.testing.assert_close(result.logits[-1], row, rtol=0.1, atol=0.1)
 
 
 class Attention(torch.nn.Module):

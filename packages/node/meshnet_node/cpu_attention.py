@@ -16,13 +16,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-_NAME = "sdpa_of_a_step"
+STEP_ATTENTION = "meshnet_step_sdpa"
+"""What a config calls :func:`attend`."""
 
 
 def use_cpu_attention(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Let the model of ``config`` attend by :func:`attend`, if it attends by ``sdpa`` and would gain."""
     if device.type == "cpu" and dtype.itemsize == 2 and config._attn_implementation == "sdpa":
-        config._attn_implementation = _NAME
+        config._attn_implementation = STEP_ATTENTION
 
 
 def attend(
@@ -61,5 +62,5 @@ def attend(
 
 _REFUSED = ("position_bias", "softcap")
 
-AttentionInterface.register(_NAME, attend)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+AttentionInterface.register(STEP_ATTENTION, attend)
+AttentionMaskInterface.register(STEP_ATTENTION, sdpa_mask)

@@ -17,9 +17,10 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from meshnet_node.cpu_attention import STEP_ATTENTION, attend
 from meshnet_node.ragged_cache import Ragged
 
-_NAMES = {"sdpa": "meshnet_ragged_sdpa", "eager": "meshnet_ragged_eager"}
+_NAMES = {"sdpa": "meshnet_ragged_sdpa", STEP_ATTENTION: "meshnet_ragged_step_sdpa", "eager": "meshnet_ragged_eager"}
 """Implementation -> the name of the one before it. No masks are registered for these, so that models make none."""
 
 
@@ -47,6 +48,12 @@ def _sdpa(
     return _attend(ALL_ATTENTION_FUNCTIONS["sdpa"], module, query, key, value, **arguments)
 
 
+def _step_sdpa(
+    module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: None, **arguments: Any
+) -> tuple[torch.Tensor, None]:
+    return _attend(attend, module, query, key, value, **arguments)
+
+
 def _eager(
     module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: None, **arguments: Any
 ) -> tuple[torch.Tensor, None]:
@@ -55,4 +62,5 @@ def _eager(
 
 
 AttentionInterface.register(_NAMES["sdpa"], _sdpa)
+AttentionInterface.register(_NAMES[STEP_ATTENTION], _step_sdpa)
 AttentionInterface.register(_NAMES["eager"], _eager)
