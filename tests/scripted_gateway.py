@@ -26,6 +26,7 @@ class ScriptedGateway:
         requests: what was asked.
         models: what is served.
         status: of the mesh.
+        report: of every answer, beside what is told of any.
         key: that is to be brought; None lets everybody in.
         hung_up: set when a client leaves an answer that hangs.
     """
@@ -33,6 +34,7 @@ class ScriptedGateway:
     answers: list[list[str | Exception | None]]
     models: list[str] = field(default_factory=lambda: ["tiny"])
     status: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
     key: str | None = None
     url: str = ""
@@ -76,7 +78,9 @@ class ScriptedGateway:
             else:
                 field = "reasoning_content" if piece.startswith("(") else "content"
                 await response.write(_data({"choices": [{"delta": {field: piece}}]}))
-        await response.write(_data({"choices": [{"delta": {}, "finish_reason": "stop"}], "meshnet": REPORT}))
+        await response.write(
+            _data({"choices": [{"delta": {}, "finish_reason": "stop"}], "meshnet": REPORT | self.report})
+        )
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -13,13 +13,14 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshnet_cli import complaint, options
+from meshnet_cli import complaint, completion, options
 from meshnet_cli.chat import Partner, model_of
+from meshnet_core.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from meshnet_cli.chat_stream import Gateway
@@ -39,6 +40,7 @@ class BenchRun:
         tokens_per_s, first_50_tokens_per_s, last_50_tokens_per_s: of the whole answer and of its ends, at the gateway;
             None where the answer was too short.
         route: that it took.
+        report: the gateway's own, as it came.
     """
 
     prompt_tokens: int | None
@@ -49,6 +51,10 @@ class BenchRun:
     first_50_tokens_per_s: float | None
     last_50_tokens_per_s: float | None
     route: tuple[str, ...]
+    report: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__ if name != "report"}
 
 
 def bench(
@@ -59,25 +65,55 @@ def bench(
     prompt: Annotated[
         int, typer.Option("--prompt", min=0, metavar="N", help="Words by which the prompt is made longer.")
     ] = 0,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Tell where the time of decode steps goes: parts that add up.")
+    ] = False,
+    step_of: Annotated[
+        str | None,
+        typer.Option(
+            "--step-of",
+            metavar="MODEL",
+            help="With --profile: load each hop's layers of MODEL here too, and split their step into products, "
+            "attention and the rest.",
+            autocompletion=completion.complete_model,
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, metavar="N", help="CPU threads of that.", show_default="torch's")
+    ] = None,
     as_json: options.Json = False,
     api_key: options.ClientKey = None,
 ) -> None:
     """Measure a running mesh: time to the first token, and tokens per second at an answer's beginning and end."""
+    from meshnet_cli import bench_profile
     from meshnet_cli.chat_stream import Gateway
 
+    for missing in ("--step-of" if step_of and not profile else "", "--threads" if threads and not step_of else ""):
+        if missing:
+            needs = "--profile" if missing == "--step-of" else "--profile --step-of MODEL"
+            raise InvalidInputError(f"{missing} means something with {needs} alone; give that too")
     gateway = Gateway(url or options.DEFAULT_API_URL, api_key)
     partner = Partner(gateway, asyncio.run(model_of(gateway, model)), temperature=0)
+    fields: dict[str, Any] = {"meshnet": {"profile": "on"}} if profile else {}
     runs = []
     for index in range(repeats):
         text = f"{secrets.token_hex(4)}: {PROMPT}{WORD * prompt}"
-        runs.append(asyncio.run(measure(partner.gateway, partner.model, text, tokens)))
+        runs.append(asyncio.run(measure(partner.gateway, partner.model, text, tokens, **fields)))
         complaint.say(f"answer {index + 1} of {repeats}: {line(runs[-1])}")
+    profiled = bench_profile.profile_of([run.report for run in runs], step_of, threads) if profile else None
     if as_json:
         named = {"url": gateway.url, "model": partner.model, "median": medians(runs)}
-        print(json.dumps({**named, "runs": [asdict(run) for run in runs]}, indent=2))
+        more = {} if profiled is None else {"profile": profiled.to_json()}
+        print(json.dumps({**named, **more, "runs": [run.to_json() for run in runs]}, indent=2))
         return
+    _show(partner.model, runs)
+    if profiled is not None:
+        bench_profile.show(profiled)
+
+
+def _show(model: str, runs: list[BenchRun]) -> None:
     median = medians(runs)
-    print(f"{partner.model} over {' -> '.join(runs[-1].route) or 'a route that is not told'}, median of {repeats}")
+    print(f"{model} over {' -> '.join(runs[-1].route) or 'a route that is not told'}, median of {len(runs)}")
     for name, unit in FIGURES.items():
         shown = "not told, the answers are too short" if median[name] is None else f"{median[name]:.3g} {unit}"
         print(f"  {name.replace('_', ' '):<24}{shown}")
@@ -92,9 +128,14 @@ FIGURES = {
 
 
 async def measure(
-    gateway: Gateway, model: str, prompt: str, tokens: int, clock: Callable[[], float] = time.perf_counter
+    gateway: Gateway,
+    model: str,
+    prompt: str,
+    tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+    **fields: Any,
 ) -> BenchRun:
-    """Ask once, greedily.
+    """Ask once, greedily, with these other ``fields`` of a request.
 
     Raises:
         CommandFailedError: the gateway is not reached, or the answer fails.
@@ -104,7 +145,7 @@ async def measure(
     began, first = clock(), None
     messages = [{"role": "user", "content": prompt}]
     async with gateway:
-        async for event in gateway.chat(model, messages, temperature=0, max_tokens=tokens):
+        async for event in gateway.chat(model, messages, temperature=0, max_tokens=tokens, **fields):
             match event:
                 case Text() | Thought() if first is None:
                     first = clock() - began
@@ -123,6 +164,7 @@ def _run(usage: dict[str, Any], report: dict[str, Any], first: float | None, tot
         first_50_tokens_per_s=report.get("tokens_per_s_first_50"),
         last_50_tokens_per_s=report.get("tokens_per_s_last_50"),
         route=tuple(f"{hop['node']}[{hop['layers']}]" for hop in report.get("route", ())),
+        report=report,
     )
 
 

@@ -43,12 +43,13 @@ class MeshnetOptions(Body):
 
     ``cache: off`` takes the stateless path: every step runs the whole sequence. ``prefix: off`` begins with nothing
     that earlier requests left, and leaves nothing. ``recovery`` says how state that a node lost is made again, as the
-    gateway's option of that name does for all.
+    gateway's option of that name does for all. ``profile: on`` tells where the time of decode steps goes.
     """
 
     cache: Annotated[_OnOff, null_is("on", _OnOff)] = "on"
     prefix: Annotated[_OnOff, null_is("on", _OnOff)] = "on"
     recovery: Literal["exact", "fast"] | None = None
+    profile: Annotated[_OnOff, null_is("off", _OnOff)] = "off"
 
 
 class GenerationFields(Body):

@@ -39,6 +39,7 @@ from meshnet_gateway.place import Place, Routes
 from meshnet_gateway.prefix_memory import PrefixMemory
 from meshnet_gateway.prefix_reuse import PrefixReuse
 from meshnet_gateway.recovery import Replay
+from meshnet_gateway.step_times import BothTraces, StepTimes
 from meshnet_gateway.waiting_room import WaitingRoom
 
 __all__ = ["Generation", "GenerationEngine", "GenerationRequest", "PrefillProgress", "Routes"]
@@ -132,6 +133,7 @@ class Generation:
             patience_s=engine.step_deadline_ms / 1000,
         )
         self._trace: GenerationTrace = NO_TRACE
+        self._times = StepTimes(engine.clock) if request.profile else None
         self._events = self._run()
 
     def __aiter__(self) -> AsyncGenerator[Event]:
@@ -139,7 +141,8 @@ class Generation:
 
     def report(self) -> dict[str, object]:
         """What happened so far, JSON-ready: session, route, epochs, mode, times, speed, bytes per step."""
-        return {**self._report.to_json(), "cached_tokens": self._prefix.cached_tokens}
+        profile = {} if self._times is None else {"profile": self._times.to_json()}
+        return {**self._report.to_json(), "cached_tokens": self._prefix.cached_tokens, **profile}
 
     async def aclose(self) -> None:
         """End it, wherever it is, and free the session on every hop. Idempotent."""
@@ -159,6 +162,8 @@ class Generation:
         request, tracing = self._request, self._engine.tracing
         if tracing is not None:
             self._trace = tracing.begin(self.session, request.model, len(request.prompt_ids))
+        if self._times is not None:
+            self._trace = BothTraces(self._trace, self._times)
         try:
             async with aclosing(self._traced()) as events:
                 async for event in events:

@@ -25,6 +25,7 @@ class GenerationRequest:
         prefix: what it may take from sessions before it and leave to others; None for neither.
         grammar: what the answer is held to; None leaves it free.
         fingerprint: of the model whose tokenizer made the ids; None takes whichever is served under the name.
+        profile: tell where the time of its decode steps goes.
     """
 
     model: str
@@ -37,3 +38,4 @@ class GenerationRequest:
     prefix: PrefixWish | None = None
     grammar: Grammar | None = None
     fingerprint: str | None = None
+    profile: bool = False

@@ -82,6 +82,7 @@ def make_job(
                     grammar=grammar,
                     prefix=prefix,
                     fingerprint=model.fingerprint,
+                    profile=fields.meshnet.profile == "on",
                 )
             )
     return Job(endpoint, fields, model, tuple(requests), sum(map(len, prompts)), shape, reader)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from meshnet_core.errors import (
@@ -307,6 +308,10 @@ class TorchModelShard:
     def state_bytes(self, start: int, positions: int) -> int:
         """See :class:`ShardBackend`."""
         return sum(cost.after(positions) for cost in self._costs_from(start))
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that a frame over all of the shard's layers runs, by torch's names for them."""
+        return iter(self._view(self.layers.start).model.named_modules())
 
     def close(self) -> None:
         """See :class:`ShardBackend`.
