@@ -1,4 +1,5 @@
-"""How long one small binary POST takes on loopback, by HTTP library: what docs/adr/0002-http-for-hops.md rests on.
+"""How long one small binary POST takes on loopback, by HTTP library, and one frame of a lean stream: what ADR-0002 and
+ADR-0029 rest on.
 
 Client and server are two processes, one kept-alive connection, one request at a time, as a decode step is. Each request
 carries a frame's headers, each reply a small JSON document. Rounds of all cases are interleaved, so that a noisy
@@ -29,10 +30,12 @@ import aiohttp
 from aiohttp import web
 
 from meshnet_cli import serving
+from meshnet_core.clock import SystemClock
 from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
 from meshnet_core.http_codec import encode_frame
-from meshnet_core.http_transport import HttpTransport
 from meshnet_core.sampling import SampledToken
+from meshnet_core.stream_transport import transport_for
+from meshnet_core.wire_form import WireForm
 from meshnet_node.torch_server import create_app, new_doorkeeper, runner_for
 
 
@@ -203,7 +206,19 @@ async def aiohttp_client(port: int, size: int) -> AsyncIterator[Post]:
 
 @contextlib.asynccontextmanager
 async def meshnet_client(port: int, size: int) -> AsyncIterator[Post]:
-    transport, url, frame = HttpTransport(), f"http://127.0.0.1:{port}", frame_of(size)
+    async with shipped_client(WireForm.HTTP, port, size) as post:
+        yield post
+
+
+@contextlib.asynccontextmanager
+async def lean_client(port: int, size: int) -> AsyncIterator[Post]:
+    async with shipped_client(WireForm.STREAM, port, size) as post:
+        yield post
+
+
+@contextlib.asynccontextmanager
+async def shipped_client(form: WireForm, port: int, size: int) -> AsyncIterator[Post]:
+    transport, url, frame = transport_for(form, SystemClock()), f"http://127.0.0.1:{port}", frame_of(size)
 
     async def post() -> None:
         await transport.forward(url, frame)
@@ -225,7 +240,12 @@ async def streams_client(port: int, size: int) -> AsyncIterator[Post]:
     writer.close()
 
 
-CLIENTS = {"aiohttp": aiohttp_client, "meshnet": meshnet_client, "streams": streams_client}
+CLIENTS = {
+    "aiohttp": aiohttp_client,
+    "meshnet": meshnet_client,
+    "meshnet, lean": lean_client,
+    "streams": streams_client,
+}
 
 
 # -- cases ----------------------------------------------------------------------------------------------------------
@@ -280,7 +300,7 @@ def time_socket_posts(case: Case, posts: int) -> list[float]:
 
 def cases() -> list[Case]:
     loops = ["asyncio"] + (["uvloop"] if uvloop else [])
-    pairs = [("aiohttp", "aiohttp"), ("meshnet", "meshnet")]
+    pairs = [("aiohttp", "aiohttp"), ("meshnet", "meshnet"), ("meshnet, lean", "meshnet")]
     if uvicorn and httptools:
         pairs.append(("aiohttp", "uvicorn"))
     if httptools:
@@ -331,13 +351,13 @@ def main() -> None:
 
 def report(found: list[Case], options: argparse.Namespace) -> None:
     floor = {case.size: case.quantile(0.5) for case in found if case.client == "socket"}
-    print(f"{'client -> server':20} {'loop':8} {'bytes':>6} {'p50 ms':>8} {'p95 ms':>8} {'best ms':>8} {'x floor':>8}")
+    print(f"{'client -> server':24} {'loop':8} {'bytes':>6} {'p50 ms':>8} {'p95 ms':>8} {'best ms':>8} {'x floor':>8}")
     rows = []
     for case in sorted(found, key=lambda case: (case.size, case.quantile(0.5))):
         p50, p95, best = case.quantile(0.5), case.quantile(0.95), case.best()
         name = f"{case.client} -> {case.server}"
         ratio = p50 / floor[case.size]
-        print(f"{name:20} {case.loop:8} {case.size:6} {p50:8.3f} {p95:8.3f} {best:8.3f} {ratio:8.1f}")
+        print(f"{name:24} {case.loop:8} {case.size:6} {p50:8.3f} {p95:8.3f} {best:8.3f} {ratio:8.1f}")
         row = {"client": case.client, "server": case.server, "loop": case.loop, "body_bytes": case.size}
         rows.append(row | {"p50_ms": round(p50, 4), "p95_ms": round(p95, 4), "best_ms": round(best, 4)})
     machine = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}

@@ -23,6 +23,8 @@ class Golden:
     body_hex: str
     reply: FrameReply
     reply_json: str
+    stream_frame: str  # both as request 7 of a lean stream, in hex, four bytes a group, eight groups a line
+    stream_reply: str
 
     def request_text(self) -> str:
         """The request as people read it: the head as it is sent, the body as hex, four bytes a group."""
@@ -69,6 +71,19 @@ PREFILL = Golden(
         '{"position":261,"tokens":[{"id":28,"logprob":-0.25,"top":[[28,-0.25],[30,-2.5]]}],'
         '"timings":[[0,0.125,12.5,0.0,25.75,40],[1,0.25,11.0,0.5,12.25,0]]}'
     ),
+    stream_frame=(
+        "5e000000 01010001 07000000 00000000 00000000 00000000 00010000 05000000\n"
+        "01000000 30750000 22000000 732d3066 31653264 33633462 35613639 37383837\n"
+        "39366135 62346333 64326531 66300100 0000da25 0000c600 00007b0a 00006701\n"
+        "0000"
+    ),
+    stream_reply=(
+        "7f000000 02000100 07000000 05010000 02000000 1c000000 00000000 7d000000\n"
+        "d4300000 00000000 96640000 28000000 01000000 fa000000 f82a0000 f4010000\n"
+        "da2f0000 00000000 7b22746f 6b656e73 223a5b7b 226c6f67 70726f62 223a2d30\n"
+        "2e32352c 22746f70 223a5b5b 32382c2d 302e3235 5d2c5b33 302c2d32 2e355d5d\n"
+        "7d5d7d"
+    ),
 )
 
 # One position of hidden states (1.0, -2.0, 0.5, 3.0 in bfloat16) into the second hop, whose layers begin at 15.
@@ -102,6 +117,14 @@ DECODE = Golden(
     body_hex="803f00c0 003f4040",
     reply=FrameReply(position=262, tokens=(SampledToken(345),), timings=(HopTiming(1, 0.0, 9.75, 0.25, 10.25, 0),)),
     reply_json='{"position":262,"tokens":[{"id":345}],"timings":[[1,0.0,9.75,0.25,10.25,0]]}',
+    stream_frame=(
+        "52000000 01010201 07000000 00000000 01000000 0f000000 05010000 01000000\n"
+        "01000000 016f0000 22000000 732d3066 31653264 33633462 35613639 37383837\n"
+        "39366135 62346333 64326531 6630803f 00c0003f 4040"
+    ),
+    stream_reply=(
+        "2c000000 02000100 07000000 06010000 01000000 59010000 01000000 00000000\n16260000 fa000000 0a280000 00000000"
+    ),
 )
 
 # The same position replayed in a later epoch, whose prefill goes on beyond it: nothing is sampled.
@@ -111,6 +134,12 @@ REPLAY = Golden(
     body_hex=DECODE.body_hex,
     reply=FrameReply(position=262),
     reply_json='{"position":262,"tokens":[],"timings":[]}',
+    stream_frame=(
+        "52000000 01010201 07000000 01000000 01000000 0f000000 05010000 01000000\n"
+        "00000000 016f0000 22000000 732d3066 31653264 33633462 35613639 37383837\n"
+        "39366135 62346333 64326531 6630803f 00c0003f 4040"
+    ),
+    stream_reply="10000000 02000000 07000000 06010000 00000000",
 )
 
 GOLDEN = {"prefill": PREFILL, "decode": DECODE, "replay": REPLAY}

@@ -16,9 +16,10 @@ import aiohttp
 
 from meshnet_cli.children import Child, Children
 from meshnet_core.clock import SystemClock
-from meshnet_core.http_transport import HttpTransport
 from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.stream_transport import WireTransport, transport_for
 from meshnet_core.tracker_client import TrackerClient
+from meshnet_core.wire_form import WireForm
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.mesh import Mesh
 
@@ -86,7 +87,7 @@ class Answer:
 class MeshClient:
     """Runs generations on a mesh, below the level of text."""
 
-    def __init__(self, mesh: Mesh, transport: HttpTransport) -> None:
+    def __init__(self, mesh: Mesh, transport: WireTransport) -> None:
         self.mesh = mesh
         self.engine = GenerationEngine(mesh, transport, SystemClock())
 
@@ -122,7 +123,7 @@ class MeshClient:
 async def mesh_client(tracker_url: str) -> AsyncIterator[MeshClient]:
     """A client of the mesh at ``tracker_url``."""
     clock = SystemClock()
-    client, transport = TrackerClient(tracker_url), HttpTransport(clock)
+    client, transport = TrackerClient(tracker_url), transport_for(WireForm.STREAM, clock)
     mesh = Mesh(client, clock)
     try:
         yield MeshClient(mesh, transport)

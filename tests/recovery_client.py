@@ -14,9 +14,10 @@ from functools import cache
 from typing import Any
 
 from meshnet_core.clock import SystemClock
-from meshnet_core.http_transport import HttpTransport
 from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.stream_transport import WireTransport, transport_for
 from meshnet_core.tracker_client import TrackerClient
+from meshnet_core.wire_form import WireForm
 from meshnet_gateway.generation import Generation, GenerationEngine, GenerationRequest
 from meshnet_gateway.mesh import Mesh
 from node_fleet import NodeFleet, RoutesOver
@@ -64,7 +65,7 @@ class Client:
     """Runs generations over the nodes of a fleet."""
 
     routes: RoutesOver
-    transport: HttpTransport
+    transport: WireTransport
 
     def engine(self, deadline_s: float = PATIENT_S) -> GenerationEngine:
         """One that blames nobody yet."""
@@ -104,7 +105,7 @@ class Client:
 async def client_of(fleet: NodeFleet) -> AsyncIterator[Client]:
     """A client of the fleet's mesh."""
     clock = SystemClock()
-    tracker, transport = TrackerClient(fleet.tracker_url), HttpTransport(clock)
+    tracker, transport = TrackerClient(fleet.tracker_url), transport_for(WireForm.STREAM, clock)
     mesh = Mesh(tracker, clock)
     try:
         yield Client(RoutesOver(mesh, set(LAYERS)), transport)

@@ -17,12 +17,13 @@ from aiohttp import web
 from in_process_mesh import FINGERPRINT, MODEL
 from meshnet_core.clock import SystemClock
 from meshnet_core.frames import PROTOCOLS
-from meshnet_core.http_transport import HttpTransport
 from meshnet_core.ids import mint_boot_id
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import NodeInfo
 from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.stream_transport import WireTransport, transport_for
 from meshnet_core.tracker_client import TrackerClient
+from meshnet_core.wire_form import WireForm
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.mesh import Mesh
 from meshnet_node import torch_server
@@ -40,7 +41,7 @@ class SocketNode:
     """One start of a node."""
 
     service: HopService
-    transport: HttpTransport
+    transport: WireTransport
     runner: web.AppRunner
     client: TrackerClient
     registration: Registration
@@ -71,7 +72,7 @@ class SocketFleet:
         self.layers[name] = layers or self.layers[name]
         clock, boot = SystemClock(), mint_boot_id()
         backend = load_shard(self.folder, LayerRange.parse(self.layers[name]), dtype="float32", device="cpu")
-        transport = HttpTransport(clock, protocols=protocols)
+        transport = transport_for(WireForm.STREAM, clock, protocols=protocols)
         service = HopService(
             boot=boot,
             shards=ShardPool([LoadedShard(backend, MODEL, FINGERPRINT, max_positions=512)]),
@@ -136,7 +137,7 @@ class FleetClient:
     """A gateway's engine over a fleet."""
 
     mesh: Mesh
-    transport: HttpTransport
+    transport: WireTransport
     engine: GenerationEngine
 
     async def answer(
@@ -166,6 +167,6 @@ async def fleet_client(tracker_url: str, *, protocols: range = PROTOCOLS) -> Asy
         closing.push_async_callback(client.close)
         mesh = Mesh(client, clock, protocols=protocols)
         closing.push_async_callback(mesh.close)
-        transport = HttpTransport(clock, protocols=protocols)
+        transport = transport_for(WireForm.STREAM, clock, protocols=protocols)
         closing.push_async_callback(transport.close)
         yield FleetClient(mesh, transport, GenerationEngine(mesh, transport, clock))

@@ -122,7 +122,10 @@ async def test_both_nodes_see_one_session_and_hold_only_their_own_layers(halves:
         assert layers + embedding <= shard["weight_bytes"] <= (layers + embedding) * 1.001
 
 
-async def test_the_wire_carries_the_newest_position_and_nothing_else(halves: ProcessMesh, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["stream", pytest.param("http", marks=pytest.mark.long)])
+async def test_the_wire_carries_the_newest_position_and_nothing_else(
+    halves: ProcessMesh, tmp_path: Path, form: str
+) -> None:
     """Reads the bytes that reach the tail, with a parser of its own, between real processes."""
     prompt, count = prompt_of(QUESTIONS[0]) * 8, 12  # over 256 positions, so two chunks
     async with wire_tap(target_port=free_port()) as tap:
@@ -130,20 +133,22 @@ async def test_the_wire_carries_the_newest_position_and_nothing_else(halves: Pro
             "smollm2",
             {"head": "0-14", "tail": "15-29"},
             tmp_path,
-            more={"tail": ["--port", str(tap.target_port), "--advertise", tap.url]},
+            more={"tail": ["--port", str(tap.target_port), "--advertise", tap.url, "--wire", form]},
         ) as mesh:
             async with mesh_client(mesh.tracker_url) as client:
                 answer = await client.answer(prompt, count)
-    frames = tap.to("/hop/forward")
-    assert {frame.headers["x-meshnet-session"] for frame in frames} == {answer.report["session"]}
-    assert {frame.headers["x-meshnet-start-layer"] for frame in frames} == {"15"}
-    prefill = [frame for frame in frames if frame.headers["x-meshnet-phase"] == "prefill"]
-    decode = [frame for frame in frames if frame.headers["x-meshnet-phase"] == "decode"]
-    assert [int(frame.headers["x-meshnet-seq-len"]) for frame in prefill] == [256, len(prompt) - 256]
+    assert {frame.form for frame in tap.frames} == {form}
+    assert {frame.session for frame in tap.frames} == {answer.report["session"]}
+    assert {frame.start_layer for frame in tap.frames} == {15}
+    prefill = sorted((frame for frame in tap.frames if frame.phase == "prefill"), key=lambda frame: frame.position)
+    decode = [frame for frame in tap.frames if frame.phase == "decode"]
+    assert [frame.seq_len for frame in prefill] == [256, len(prompt) - 256]
     assert [len(frame.body) for frame in prefill] == [256 * HIDDEN_SIZE * 4, (len(prompt) - 256) * HIDDEN_SIZE * 4]
-    assert [int(frame.headers["x-meshnet-position"]) for frame in decode] == [len(prompt) + i for i in range(count - 1)]
+    assert [frame.position for frame in decode] == [len(prompt) + i for i in range(count - 1)]
     assert {len(frame.body) for frame in decode} == {HIDDEN_SIZE * 4}
-    assert {frame.headers["x-meshnet-seq-len"] for frame in decode} == {"1"}
+    assert {frame.seq_len for frame in decode} == {1}
+    if form == "stream":
+        assert max(frame.beside for frame in decode) <= 100
     assert len(tap.to("/hop/release")) == 1
 
 

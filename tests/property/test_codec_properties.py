@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import string
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frame_strategies import frames, replies
 from golden_frames import PREFILL
 from meshnet_core import http_codec
 from meshnet_core.errors import HopFailedError, MeshnetError
-from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
+from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.route import Hop, Route
-from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.sampling import SamplingParams
 
-numbers = st.integers(0, http_codec.MAX_NUMBER)
-ids = st.text(string.ascii_letters + string.digits + "_.-", min_size=1, max_size=64)
-milliseconds = st.integers(0, 10**9).map(lambda n: n / 1000)
-logprobs = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -45,44 +41,12 @@ OPEN = OpenDocument(
 ).to_wire()
 
 
-@st.composite
-def frames(draw: st.DrawFn) -> Frame:
-    seq_len = draw(st.integers(1, http_codec.MAX_NUMBER))
-    return Frame(
-        session=draw(ids),
-        epoch=draw(numbers),
-        hop_index=draw(numbers),
-        start_layer=draw(numbers),
-        phase=draw(st.sampled_from(Phase)),
-        position=draw(numbers),
-        seq_len=seq_len,
-        sample=draw(st.integers(0, seq_len)),
-        deadline_ms=draw(numbers),
-        cache=draw(st.booleans()),
-        body=draw(st.binary(max_size=64)),
-    )
-
-
 @given(frames(), st.randoms(use_true_random=False))
 def test_a_frame_comes_back_as_it_went_in_any_order_of_headers(frame: Frame, random: Any) -> None:
     headers, body = http_codec.encode_frame(frame)
     pairs = list(headers.items())
     random.shuffle(pairs)
     assert http_codec.decode_frame(pairs, body) == frame
-
-
-replies = st.builds(
-    FrameReply,
-    position=numbers,
-    tokens=st.lists(
-        st.builds(SampledToken, id=numbers)
-        | st.builds(SampledToken, numbers, logprobs, st.lists(st.tuples(numbers, logprobs), max_size=3).map(tuple)),
-        max_size=3,
-    ).map(tuple),
-    timings=st.lists(
-        st.builds(HopTiming, numbers, milliseconds, milliseconds, milliseconds, milliseconds, numbers), max_size=3
-    ).map(tuple),
-)
 
 
 @given(replies)

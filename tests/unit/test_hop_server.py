@@ -19,6 +19,7 @@ import pytest
 from golden_frames import DECODE, GOLDEN, HOST, PREFILL, SESSION, Golden
 from meshnet_cli.serving import listen, port_of, serving_aiohttp
 from meshnet_core import http_codec
+from meshnet_core.clock import SystemClock
 from meshnet_core.errors import (
     ERRORS_BY_CODE,
     CacheMissError,
@@ -37,7 +38,9 @@ from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
+from meshnet_core.stream_transport import WireTransport, transport_for
 from meshnet_core.transport import HopTransport
+from meshnet_core.wire_form import WireForm
 from meshnet_node.readiness import why_not_ready
 from meshnet_node.registration import RegistrationState
 from meshnet_node.torch_server import create_app, new_doorkeeper, runner_for
@@ -136,8 +139,16 @@ async def node() -> AsyncIterator[Node]:
 
 
 @pytest.fixture
-async def transport() -> AsyncIterator[HttpTransport]:
+async def http() -> AsyncIterator[HttpTransport]:
     transport = HttpTransport()
+    yield transport
+    await transport.close()
+
+
+@pytest.fixture(params=["stream", "http"])
+async def transport(request: pytest.FixtureRequest) -> AsyncIterator[WireTransport]:
+    """Of either form."""
+    transport = transport_for(WireForm(request.param), SystemClock())
     yield transport
     await transport.close()
 
@@ -153,7 +164,7 @@ async def refusal(call: Awaitable[object]) -> MeshnetError:
 
 @pytest.mark.parametrize("golden", GOLDEN.values(), ids=GOLDEN)
 async def test_a_frame_arrives_whole_and_its_reply_comes_back(
-    node: Node, transport: HttpTransport, golden: Golden
+    node: Node, transport: WireTransport, golden: Golden
 ) -> None:
     node.endpoint.reply = golden.reply
     reply = await transport.forward(node.url, replace(golden.frame, body=memoryview(bytes(golden.frame.body))))
@@ -161,7 +172,7 @@ async def test_a_frame_arrives_whole_and_its_reply_comes_back(
     assert (reply, reply.boot) == (golden.reply, BOOT)
 
 
-async def test_open_release_and_probe_come_through(node: Node, transport: HttpTransport) -> None:
+async def test_open_release_and_probe_come_through(node: Node, transport: WireTransport) -> None:
     port: HopTransport = transport  # the type checker compares the two
     assert await port.open(node.url + "/", OPEN.for_hop(1)) == OpenReply(BOOT, 4096)
     assert node.endpoint.opened == [OPEN.for_hop(1)]
@@ -171,14 +182,14 @@ async def test_open_release_and_probe_come_through(node: Node, transport: HttpTr
     assert node.endpoint.released == [(SESSION, None), (SESSION, 3)]
 
 
-async def test_many_frames_share_the_transport(node: Node, transport: HttpTransport) -> None:
+async def test_many_frames_share_the_transport(node: Node, transport: WireTransport) -> None:
     node.endpoint.gate, node.endpoint.opens_at = asyncio.Event(), 50
     replies = await asyncio.gather(*(transport.forward(node.url, PREFILL.frame) for _ in range(50)))
     assert {reply.boot for reply in replies} == {BOOT}
 
 
 async def test_a_proxy_in_the_environment_is_not_used(
-    node: Node, transport: HttpTransport, monkeypatch: pytest.MonkeyPatch
+    node: Node, transport: WireTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -231,11 +242,9 @@ YES = http_answer(PREFILL.reply_json.encode())
 
 
 @pytest.mark.parametrize("golden", GOLDEN.values(), ids=GOLDEN)
-async def test_a_frame_on_the_wire_is_these_lines_and_bytes_and_no_more(
-    transport: HttpTransport, golden: Golden
-) -> None:
+async def test_a_frame_on_the_wire_is_these_lines_and_bytes_and_no_more(http: HttpTransport, golden: Golden) -> None:
     async with scripted_peer(lambda *_: YES) as (url, requests):
-        await transport.forward(url, golden.frame)
+        await http.forward(url, golden.frame)
     head, body = requests[0].split(b"\r\n\r\n", 1)
     first, *lines = head.decode().split("\r\n")
     sent = [HOST.join(("Host: ", "")) if line.startswith("Host: ") else line for line in lines]
@@ -243,10 +252,10 @@ async def test_a_frame_on_the_wire_is_these_lines_and_bytes_and_no_more(
     assert (first, sorted(sent), body) == (wanted[0], sorted(wanted[1:-2]), bytes.fromhex(golden.body_hex))
 
 
-async def test_a_kept_alive_connection_found_closed_costs_one_retry(transport: HttpTransport) -> None:
+async def test_a_kept_alive_connection_found_closed_costs_one_retry(http: HttpTransport) -> None:
     async with scripted_peer(lambda connection, n, _: YES if (connection, n) != (0, 1) else None) as (url, requests):
         for _ in range(3):
-            assert (await transport.forward(url, DECODE.frame)).position == 261
+            assert (await http.forward(url, DECODE.frame)).position == 261
     assert len(requests) == 4  # the second frame went twice
 
     def without_deadline(request: bytes) -> list[bytes]:
@@ -286,33 +295,33 @@ def pair(line: bytes) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["on a new connection", "again on the retry"])
-async def test_a_connection_that_breaks_is_an_unreachable_hop(transport: HttpTransport, first: int) -> None:
+async def test_a_connection_that_breaks_is_an_unreachable_hop(http: HttpTransport, first: int) -> None:
     async with scripted_peer(lambda connection, n, _: YES if connection == 0 and n < first else None) as (
         url,
         requests,
     ):
         for _ in range(first):
-            await transport.forward(url, DECODE.frame)
-        error = await refusal(transport.forward(url, DECODE.frame))
+            await http.forward(url, DECODE.frame)
+        error = await refusal(http.forward(url, DECODE.frame))
     assert isinstance(error, HopUnreachableError)
     assert error.hop_index == 1
     assert url in error.message
     assert len(requests) == 1 + 2 * first
 
 
-async def test_a_reply_that_breaks_off_is_an_unreachable_hop(transport: HttpTransport) -> None:
+async def test_a_reply_that_breaks_off_is_an_unreachable_hop(http: HttpTransport) -> None:
     async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(YES[:-10])
         writer.close()
 
     server = await asyncio.start_server(cut, "127.0.0.1", 0)
-    error = await refusal(transport.forward(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", DECODE.frame))
+    error = await refusal(http.forward(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", DECODE.frame))
     assert isinstance(error, HopUnreachableError)
     server.close()
 
 
-async def test_a_port_where_nothing_listens_is_an_unreachable_hop(transport: HttpTransport) -> None:
+async def test_a_port_where_nothing_listens_is_an_unreachable_hop(transport: WireTransport) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     told: tuple[Awaitable[object], ...] = (transport.forward(url, DECODE.frame), transport.open(url, OPEN.for_hop(1)))
@@ -340,19 +349,19 @@ async def test_a_port_where_nothing_listens_is_an_unreachable_hop(transport: Htt
     ],
 )
 async def test_an_answer_that_is_not_ours_is_a_failed_hop_and_never_a_foreign_exception(
-    transport: HttpTransport, answer: bytes
+    transport: WireTransport, answer: bytes
 ) -> None:
     async with scripted_peer(lambda *_: answer) as (url, _):
         error = await refusal(transport.forward(url, DECODE.frame))
     assert isinstance(error, HopFailedError)
 
 
-async def test_a_peer_that_speaks_no_http_is_an_unreachable_hop(transport: HttpTransport) -> None:
+async def test_a_peer_that_speaks_no_http_is_an_unreachable_hop(transport: WireTransport) -> None:
     async with scripted_peer(lambda *_: b"SSH-2.0-OpenSSH_9.2\r\n\r\n") as (url, _):
         assert isinstance(await refusal(transport.forward(url, DECODE.frame)), HopUnreachableError)
 
 
-async def test_a_hop_that_hangs_past_the_deadline_is_named(node: Node, transport: HttpTransport) -> None:
+async def test_a_hop_that_hangs_past_the_deadline_is_named(node: Node, transport: WireTransport) -> None:
     node.endpoint.gate = asyncio.Event()
     error = await refusal(transport.forward(node.url, replace(DECODE.frame, hop_index=3, deadline_ms=50)))
     assert isinstance(error, DeadlineError)
@@ -361,7 +370,7 @@ async def test_a_hop_that_hangs_past_the_deadline_is_named(node: Node, transport
     node.endpoint.gate.set()
 
 
-async def test_a_caller_that_goes_away_does_not_cancel_the_forward(node: Node, transport: HttpTransport) -> None:
+async def test_a_caller_that_goes_away_does_not_cancel_the_forward(node: Node, transport: WireTransport) -> None:
     node.endpoint.gate = asyncio.Event()
     call = asyncio.create_task(transport.forward(node.url, DECODE.frame))
     async with asyncio.timeout(30):
@@ -397,7 +406,7 @@ def sample_error(code: str) -> MeshnetError:
 
 
 @pytest.mark.parametrize("code", sorted(ERRORS_BY_CODE))
-async def test_every_error_arrives_as_what_was_raised(node: Node, transport: HttpTransport, code: str) -> None:
+async def test_every_error_arrives_as_what_was_raised(node: Node, transport: WireTransport, code: str) -> None:
     node.endpoint.error = raised = sample_error(code)
     arrived = await refusal(transport.forward(node.url, PREFILL.frame))
     assert type(arrived) is type(raised)
@@ -408,7 +417,7 @@ async def test_every_error_arrives_as_what_was_raised(node: Node, transport: Htt
 
 
 async def test_an_error_without_an_address_gets_the_hop_and_the_boot_of_who_answered(
-    node: Node, transport: HttpTransport
+    node: Node, transport: WireTransport
 ) -> None:
     node.endpoint.error = CacheMissError("gone", reason=MissReason.EXPIRED)
     error = await refusal(transport.forward(node.url, DECODE.frame))
@@ -416,7 +425,7 @@ async def test_an_error_without_an_address_gets_the_hop_and_the_boot_of_who_answ
     assert (error.hop_index, error.boot) == (1, BOOT)
 
 
-async def test_an_error_about_a_later_hop_is_not_given_this_ones_boot(node: Node, transport: HttpTransport) -> None:
+async def test_an_error_about_a_later_hop_is_not_given_this_ones_boot(node: Node, transport: WireTransport) -> None:
     node.endpoint.error = HopUnreachableError("nothing answers", hop_index=2)
     error = await refusal(transport.forward(node.url, DECODE.frame))
     assert isinstance(error, HopUnreachableError)
@@ -424,7 +433,7 @@ async def test_an_error_about_a_later_hop_is_not_given_this_ones_boot(node: Node
 
 
 async def test_a_foreign_exception_is_a_failed_hop_with_its_traceback_kept_on_the_node(
-    node: Node, transport: HttpTransport, caplog: pytest.LogCaptureFixture
+    node: Node, transport: WireTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.endpoint.error = ZeroDivisionError("a secret of the node")
     error = await refusal(transport.forward(node.url, DECODE.frame))
@@ -537,7 +546,7 @@ NOT_HTTP = {
 
 @pytest.mark.parametrize("name", GARBAGE)
 async def test_garbage_gets_a_reason_and_the_next_good_request_works(
-    node: Node, transport: HttpTransport, name: str, caplog: pytest.LogCaptureFixture
+    node: Node, transport: WireTransport, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     data, status, reason = GARBAGE[name]
     answered, text = await say(node.port, data)
@@ -553,7 +562,7 @@ async def test_garbage_gets_a_reason_and_the_next_good_request_works(
 
 
 @pytest.mark.parametrize("data", [frame_post(length=1152), frame_post()[:60], b"POST"], ids=["body", "head", "line"])
-async def test_a_caller_that_hangs_up_early_is_let_go(node: Node, transport: HttpTransport, data: bytes) -> None:
+async def test_a_caller_that_hangs_up_early_is_let_go(node: Node, transport: WireTransport, data: bytes) -> None:
     answered, _ = await say(node.port, data, hang_up=True)
     assert answered in {0, 400}
     assert await transport.forward(node.url, PREFILL.frame) == PREFILL.reply
@@ -575,7 +584,7 @@ async def test_the_connection_is_kept_after_a_refusal_that_was_read_whole(node: 
 # -- the other paths --------------------------------------------------------------------------------------------------
 
 
-async def test_status_text_files_and_metrics_are_told(node: Node, transport: HttpTransport) -> None:
+async def test_status_text_files_and_metrics_are_told(node: Node, transport: WireTransport) -> None:
     await transport.forward(node.url, PREFILL.frame)
     node.endpoint.error = CacheMissError("gone", reason=MissReason.EVICTED)
     await refusal(transport.forward(node.url, PREFILL.frame))
@@ -632,7 +641,7 @@ def test_a_node_is_ready_once_it_is_registered_with_layers_loaded(
     assert (said is None) if why is None else (why in (said or ""))
 
 
-async def test_a_small_frame_is_not_held_back(node: Node, transport: HttpTransport) -> None:
+async def test_a_small_frame_is_not_held_back(node: Node, transport: WireTransport) -> None:
     """Nagle's delay against delayed acknowledgements would cost every step some 40 ms, a busy machine only some."""
     quickest = float("inf")
     async with asyncio.timeout(60):

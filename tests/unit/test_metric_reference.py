@@ -27,6 +27,7 @@ BOUNDED = {
     "code",
     "endpoint",
     "error",
+    "form",
     "kind",
     "outcome",
     "part",

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,14 +35,15 @@ from meshnet_core.errors import (
     UnknownNodeError,
 )
 from meshnet_core.frames import Frame, FrameReply
-from meshnet_core.http_transport import HttpTransport
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.mesh_folder import MeshFolder
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
+from meshnet_core.stream_transport import WireTransport, transport_for
 from meshnet_core.tracker_client import TrackerClient
+from meshnet_core.wire_form import WireForm
 from meshnet_node import torch_server
 from meshnet_node.peer_sessions import PeerSessions
 from meshnet_tracker.directory import Directory
@@ -115,13 +116,22 @@ async def node(mesh: MeshFolder) -> AsyncIterator[Node]:
         yield Node(endpoint, doorkeeper, port)
 
 
-@contextlib.asynccontextmanager
-async def calling(tls: ssl.SSLContext | None) -> AsyncIterator[HttpTransport]:
-    transport = HttpTransport(tls=tls)
-    try:
-        yield transport
-    finally:
-        await transport.close()
+Calling = Callable[[ssl.SSLContext | None], contextlib.AbstractAsyncContextManager[WireTransport]]
+
+
+@pytest.fixture(params=list(WireForm))
+def calling(request: pytest.FixtureRequest) -> Calling:
+    """Calls in either form."""
+
+    @contextlib.asynccontextmanager
+    async def calls(tls: ssl.SSLContext | None) -> AsyncIterator[WireTransport]:
+        transport = transport_for(request.param, SystemClock(), tls=tls)
+        try:
+            yield transport
+        finally:
+            await transport.close()
+
+    return calls
 
 
 async def counted(node: Node, reason: str, count: int = 1) -> None:
@@ -170,7 +180,7 @@ def test_every_reason_is_documented() -> None:
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
-async def test_machines_of_one_mesh_reach_each_other(node: Node, machine: Credentials) -> None:
+async def test_machines_of_one_mesh_reach_each_other(calling: Calling, node: Node, machine: Credentials) -> None:
     async with calling(machine.client_context()) as transport:
         assert (await transport.forward(node.url, PREFILL.frame)).boot == BOOT
         assert await transport.release(node.url, SESSION) == 1
@@ -178,7 +188,7 @@ async def test_machines_of_one_mesh_reach_each_other(node: Node, machine: Creden
     assert node.turned_away() == {}
 
 
-async def refused(node: Node, tls: ssl.SSLContext | None, url: str | None = None) -> None:
+async def refused(calling: Calling, node: Node, tls: ssl.SSLContext | None, url: str | None = None) -> None:
     """No call of ``tls`` does anything at the node: no frame, no probe, no release."""
     async with calling(tls) as transport:
         for call in (
@@ -191,31 +201,33 @@ async def refused(node: Node, tls: ssl.SSLContext | None, url: str | None = None
     assert node.endpoint.seen == []
 
 
-async def test_without_a_certificate(node: Node, mesh: MeshFolder, caplog: pytest.LogCaptureFixture) -> None:
-    await refused(node, without_certificate(mesh))
+async def test_without_a_certificate(
+    calling: Calling, node: Node, mesh: MeshFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    await refused(calling, node, without_certificate(mesh))
     await counted(node, "no_certificate", 3)
     assert "turned 127.0.0.1 away (no_certificate)" in caplog.text
 
 
 async def test_with_another_meshs_certificate(
-    node: Node, stranger: Credentials, caplog: pytest.LogCaptureFixture
+    calling: Calling, node: Node, stranger: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await refused(node, believing_all(stranger))
+    await refused(calling, node, believing_all(stranger))
     await counted(node, "other_mesh", 3)
     assert "turned 127.0.0.1 away (other_mesh)" in caplog.text
 
 
 async def test_with_an_ended_certificate(
-    node: Node, mesh: MeshFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    calling: Calling, node: Node, mesh: MeshFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended = machine_of(mesh, tmp_path, ended=timedelta(hours=2))
-    await refused(node, ended.credentials().client_context())
+    await refused(calling, node, ended.credentials().client_context())
     await counted(node, "expired", 3)
     assert "turned 127.0.0.1 away (expired)" in caplog.text
 
 
 async def test_a_node_of_another_mesh_is_not_called(
-    node: Node, stranger: Credentials, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    calling: Calling, node: Node, stranger: Credentials, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh = machine_of(new_mesh(tmp_path / "mesh"), tmp_path / "machine").credentials()
     async with calling(fresh.client_context()) as transport:
@@ -225,15 +237,17 @@ async def test_a_node_of_another_mesh_is_not_called(
     await counted(node, "broken_off")  # asyncio's TLS sends no alert; another library's would count as refused_us
 
 
-async def test_plain_http_at_a_nodes_port(node: Node) -> None:
-    await refused(node, None, f"http://127.0.0.1:{node.port}")
+async def test_plain_http_at_a_nodes_port(calling: Calling, node: Node) -> None:
+    await refused(calling, node, None, f"http://127.0.0.1:{node.port}")
     await counted(node, "not_tls")
 
 
-async def test_an_older_tls(node: Node, machine: Credentials, tmp_path: Path, mesh: MeshFolder) -> None:
+async def test_an_older_tls(
+    calling: Calling, node: Node, machine: Credentials, tmp_path: Path, mesh: MeshFolder
+) -> None:
     context = machine_of(mesh, tmp_path).credentials().client_context()
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
-    await refused(node, context)
+    await refused(calling, node, context)
     await counted(node, "old_tls", 3)
 
 
@@ -243,29 +257,31 @@ async def test_a_connection_that_breaks_off_or_says_nothing_to_the_point(node: N
     await counted(node, "broken_off")
 
 
-async def test_a_node_at_a_plain_address_is_not_called_from_within_a_mesh(machine: Credentials) -> None:
+async def test_a_node_at_a_plain_address_is_not_called_from_within_a_mesh(
+    calling: Calling, machine: Credentials
+) -> None:
     async with calling(machine.client_context()) as transport:
         with pytest.raises(HopUnreachableError, match="https:// addresses"):
             await transport.forward("http://127.0.0.1:1", PREFILL.frame)
 
 
 async def test_a_frame_altered_on_its_way_is_never_seen(
-    node: Node, machine: Credentials, caplog: pytest.LogCaptureFixture
+    calling: Calling, node: Node, machine: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with tcp_relay(node.port) as relay, calling(machine.client_context()) as transport:
         url = relay.url.replace("http:", "https:")
-        await transport.probe(url, SESSION)  # the connection stands
-        assert node.endpoint.seen == [SESSION]
+        await transport.forward(url, DECODE.frame)  # the connection stands
+        assert node.endpoint.seen == [DECODE.frame]
         relay.alter = lambda data: data[:-1] + bytes([data[-1] ^ 1])
         with pytest.raises(HopUnreachableError):
             await transport.forward(url, PREFILL.frame)
         await counted(node, "altered")
-    assert node.endpoint.seen == [SESSION]
+    assert node.endpoint.seen == [DECODE.frame]
     assert "turned 127.0.0.1 away (altered)" in caplog.text
 
 
 async def test_a_recorded_connection_sent_again_is_never_seen(
-    node: Node, machine: Credentials, caplog: pytest.LogCaptureFixture
+    calling: Calling, node: Node, machine: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with tcp_relay(node.port) as relay, calling(machine.client_context()) as transport:
         url = relay.url.replace("http:", "https:")
@@ -285,7 +301,9 @@ async def test_a_recorded_connection_sent_again_is_never_seen(
     assert "turned 127.0.0.1 away (altered)" in caplog.text
 
 
-async def test_who_floods_a_node_with_silent_connections_keeps_nobody_out(node: Node, machine: Credentials) -> None:
+async def test_who_floods_a_node_with_silent_connections_keeps_nobody_out(
+    calling: Calling, node: Node, machine: Credentials
+) -> None:
     silent = [await asyncio.open_connection("127.0.0.1", node.port) for _ in range(70)]
     await counted(node, "too_many", 6)
     for _, writer in silent:
@@ -295,7 +313,9 @@ async def test_who_floods_a_node_with_silent_connections_keeps_nobody_out(node: 
         await transport.forward(node.url, PREFILL.frame)
 
 
-async def test_a_node_that_is_asked_too_much_is_asked_again_in_a_moment(mesh: MeshFolder, machine: Credentials) -> None:
+async def test_a_node_that_is_asked_too_much_is_asked_again_in_a_moment(
+    calling: Calling, mesh: MeshFolder, machine: Credentials
+) -> None:
     endpoint, doorkeeper = Endpoint(), Doorkeeper(SystemClock(), per_s=20, burst=1)
     app = torch_server.create_app(
         endpoint, boot=BOOT, status=dict, text_files={}.get, max_body=65536, doorkeeper=doorkeeper
@@ -308,7 +328,7 @@ async def test_a_node_that_is_asked_too_much_is_asked_again_in_a_moment(mesh: Me
 
 
 async def test_one_peer_cannot_take_all_sessions_of_a_node(
-    mesh: MeshFolder, machine: Credentials, tmp_path: Path
+    calling: Calling, mesh: MeshFolder, machine: Credentials, tmp_path: Path
 ) -> None:
     endpoint, doorkeeper = Endpoint(), torch_server.new_doorkeeper()
 
@@ -332,8 +352,10 @@ async def test_one_peer_cannot_take_all_sessions_of_a_node(
     assert held() == {OPEN.session, "s-of-a-rival"}
 
 
-async def test_what_was_turned_away_is_in_the_metrics(node: Node, mesh: MeshFolder, machine: Credentials) -> None:
-    await refused(node, without_certificate(mesh))
+async def test_what_was_turned_away_is_in_the_metrics(
+    calling: Calling, node: Node, mesh: MeshFolder, machine: Credentials
+) -> None:
+    await refused(calling, node, without_certificate(mesh))
     await counted(node, "no_certificate", 3)
     connector = aiohttp.TCPConnector(ssl=machine.client_context())
     async with aiohttp.ClientSession(connector=connector) as session, session.get(f"{node.url}/metrics") as response:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshnet_cli import access, find_trackers, lifeline, mdns, options, renewal, serving, tracing, trust
+from meshnet_core.wire_form import WireForm
 from meshnet_gateway.recovery import Replay
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Api:
         keys: that it takes; None lets everybody in.
         traces: where spans of generations are sent; None leaves it to OpenTelemetry's environment variables.
         dashboard: whether it serves one, where that is installed.
+        wire: in which form frames go to the nodes.
     """
 
     recovery: Replay = Replay.FAST
@@ -42,6 +44,7 @@ class Api:
     keys: ApiKeys | None = None
     traces: str | None = None
     dashboard: bool = False
+    wire: WireForm = WireForm.STREAM
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def gateway(
         ),
     ] = None,
     dashboard: options.Dashboard = True,
+    wire: options.Wire = WireForm.STREAM,
 ) -> None:
     """Serve the OpenAI-style API of a mesh at /v1."""
     lifeline.hold_on()
@@ -101,7 +105,7 @@ def gateway(
     tls = serving.tls_files(tls_certificate, tls_key)
     front = Front(host, serving.listen(host, port), tls, announce)
     tracing.endpoint_of(traces, {})  # refused before anything begins
-    api = Api(recovery, step_deadline, identity, keys, traces, dashboard)
+    api = Api(recovery, step_deadline, identity, keys, traces, dashboard, wire)
     asyncio.run(_serve(options.tracker_urls(tracker), front, api, insecure=insecure))
 
 
@@ -148,7 +152,7 @@ async def api_of(trackers: Sequence[str], api: Api) -> AsyncIterator[FastAPI]:
     import aiohttp
 
     from meshnet_core.clock import SystemClock
-    from meshnet_core.http_transport import HttpTransport
+    from meshnet_core.stream_transport import transport_for
     from meshnet_core.trackers import Trackers
     from meshnet_gateway.api import create_app
     from meshnet_gateway.generation import GenerationEngine
@@ -163,7 +167,7 @@ async def api_of(trackers: Sequence[str], api: Api) -> AsyncIterator[FastAPI]:
         await client.snapshot()
         mesh = Mesh(client, clock, tls=tls)
         closing.push_async_callback(mesh.close)
-        transport = HttpTransport(clock, tls=tls)
+        transport = transport_for(api.wire, clock, tls=tls)
         closing.push_async_callback(transport.close)
         connector = aiohttp.TCPConnector(ssl=tls or True)
         session = await closing.enter_async_context(aiohttp.ClientSession(connector=connector))

@@ -19,7 +19,7 @@ from meshnet_core.frames import HopTiming
 from meshnet_core.turned_away import TurnedAway
 from meshnet_gateway.status import GatewayFigures
 from meshnet_gateway.waiting_room import WaitingRoom
-from meshnet_node.node_metrics import COUNTS, GAUGES, TOTALS, NodeMetrics
+from meshnet_node.node_metrics import COUNTS, FORM_STREAM, GAUGES, TOTALS, NodeMetrics
 from meshnet_tracker.directory import Directory
 from meshnet_tracker.tracker_metrics import TrackerMetrics
 
@@ -130,6 +130,7 @@ def _node() -> CollectorRegistry:
     metrics = NodeMetrics(lambda: {**dict.fromkeys([*GAUGES, *TOTALS], 0), **by_reason, "batches": {"1": 1}})
     metrics.answered("/hop/forward", "ok", 0.01, 4)
     metrics.ran(HopTiming(0))
+    metrics.took(FORM_STREAM)
     metrics.registry.register(TurnedAway("meshnet_node", _doorkeeper()))
     return metrics.registry
 

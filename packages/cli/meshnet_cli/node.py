@@ -26,6 +26,7 @@ from meshnet_cli.session_limits import (
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
 from meshnet_core.layer_range import LayerRange
+from meshnet_core.wire_form import WireForm
 
 if TYPE_CHECKING:
     from meshnet_gateway.api_keys import ApiKeys
@@ -47,6 +48,7 @@ class Place:
         api: listens for the API's clients, where a gateway is mounted in this process.
         identity: as which machine of a mesh it speaks; None without certificates.
         keys: that the API takes; None lets everybody in.
+        wire: in which form frames go to the nodes after it; lean streams are taken only where it is that.
     """
 
     node_id: str
@@ -57,6 +59,7 @@ class Place:
     api: socket.socket | None
     identity: trust.Identity | None = None
     keys: ApiKeys | None = None
+    wire: WireForm = WireForm.STREAM
 
 
 def node(
@@ -146,6 +149,7 @@ def node(
             "being told again ends it at once.",
         ),
     ] = DEFAULT_DRAIN_GRACE_S,
+    wire: options.Wire = WireForm.STREAM,
     mesh: options.MeshPath = None,
     insecure: options.Insecure = False,
     api_key: options.ApiKeys = None,
@@ -189,6 +193,7 @@ def node(
         api=_listen_for_api(host, api_port) if api else None,
         identity=identity,
         keys=keys,
+        wire=wire,
     )
     weights = WeightsWanted(dtype.value, quantize.value)
     with progress_reporter() as report:

@@ -23,10 +23,11 @@ from meshnet_cli.session_limits import MAX_PREFIXES, SessionLimits
 from meshnet_core import __version__
 from meshnet_core.clock import SystemClock
 from meshnet_core.errors import InvalidInputError
-from meshnet_core.http_transport import HttpTransport
 from meshnet_core.ids import mint_boot_id
 from meshnet_core.membership import NodeInfo
+from meshnet_core.stream_transport import transport_for
 from meshnet_core.trackers import Trackers
+from meshnet_core.wire_form import WireForm
 from meshnet_node import torch_server
 from meshnet_node.cache_store import CacheStore, StoreLimits
 from meshnet_node.forward_lane import ForwardLane
@@ -64,7 +65,7 @@ async def serve(
     version = f"{__version__} (torch {torch.__version__}, transformers {transformers.__version__})"
     credentials = None if place.identity is None else place.identity.credentials
     dials = None if credentials is None else credentials.client_context()
-    transport = HttpTransport(clock, tls=dials)
+    transport = transport_for(place.wire, clock, tls=dials)
     lane = ForwardLane(threads=threads)
     service = HopService(
         boot=boot,
@@ -119,6 +120,7 @@ async def serve(
         doorkeeper=doorkeeper,
         peers=_peer_sessions(limits, service),
         not_ready=not_ready,
+        streams=place.wire is WireForm.STREAM,
     )
     listens = None if credentials is None else credentials.server_context()
     stops = serving.StopSignals()
@@ -145,7 +147,7 @@ async def serve(
             await closing.enter_async_context(auto.following(shards, service, registration, client, place.node_id))
         if place.api is not None:
             api_app = await closing.enter_async_context(
-                gateway.api_of(place.trackers, gateway.Api(identity=place.identity, keys=place.keys))
+                gateway.api_of(place.trackers, gateway.Api(identity=place.identity, keys=place.keys, wire=place.wire))
             )
             await closing.enter_async_context(serving.serving_asgi(api_app, place.api))
         while registration.state is not RegistrationState.REGISTERED and not stopped.is_set():  # noqa: ASYNC110

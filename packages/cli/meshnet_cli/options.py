@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from meshnet_cli import completion
+from meshnet_core.wire_form import WireForm
 from meshnet_gateway.recovery import Replay
 
 DEFAULT_TRACKER_PORT = 7400
@@ -175,6 +176,14 @@ StepDeadline = Annotated[
         max=3600,
         metavar="SECONDS",
         help="Time for one step, all nodes together; a node that hangs for longer is routed around.",
+    ),
+]
+Wire = Annotated[
+    WireForm,
+    typer.Option(
+        "--wire",
+        help="How frames go to nodes: stream, many on one connection, to those that can do it; http, a request for "
+        "each.",
     ),
 ]
 

@@ -6,11 +6,10 @@ only where a kept-alive connection turned out to be closed.
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import aiohttp
@@ -18,18 +17,9 @@ import aiohttp
 from meshnet_core import http_codec
 from meshnet_core.clock import Clock, SystemClock
 from meshnet_core.connection_words import connection_words
-from meshnet_core.errors import (
-    BadFrameError,
-    DeadlineError,
-    HopError,
-    HopFailedError,
-    HopUnreachableError,
-    MeshnetError,
-    ProtocolMismatchError,
-    RateLimitedError,
-    error_from_wire,
-)
+from meshnet_core.errors import HopFailedError, HopUnreachableError, ProtocolMismatchError
 from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
+from meshnet_core.hop_call import HopCall, Reuse
 from meshnet_core.http_codec import Body
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.prefix import Mark
@@ -39,28 +29,10 @@ CONNECT_TIMEOUT_S = 5.0  # a host that drops packets is unreachable, well before
 # Below the server's (`meshnet_node.torch_server`), so that it is the client that closes an idle connection.
 KEEPALIVE_S = 60.0
 MAX_CONNECTIONS = 1000
-RATE_RETRIES = 3
-SHORTEST_PAUSE_S = 0.01  # before a hop that was asked too much is asked again
 MAX_REPLY_BYTES = 8 * 2**20
 _WITHOUT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # hops need none of them; they are 150 bytes
 
 _Encoded = tuple[Mapping[str, str], Body]
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What a message about a call needs; ``session`` is the one a probe asks about."""
-
-    method: str
-    url: str
-    path: str
-    timeout_s: float
-    hop_index: int | None
-    session: str | None = None
-
-    def __str__(self) -> str:
-        hop = "" if self.hop_index is None else f"hop {self.hop_index}, "
-        return f"{hop}{self.url}{self.path}"
 
 
 class HttpTransport:
@@ -98,13 +70,13 @@ class HttpTransport:
         self._taken: dict[str, int] = {}  # by URL: the version that a hop took lately
 
     async def open(self, url: str, document: OpenDocument) -> OpenReply:
-        call = _Call("POST", url, "/hop/open", document.step_deadline_ms / 1000, document.hop_index)
+        call = HopCall("POST", url, "/hop/open", document.step_deadline_ms / 1000, document.hop_index)
         body = http_codec.encode_json(document.to_wire())
         answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(document.route.protocol), body))
         return http_codec.decode_reply(answer, OpenReply.from_wire)
 
     async def forward(self, url: str, frame: Frame) -> FrameReply:
-        call = _Call("POST", url, "/hop/forward", frame.deadline_ms / 1000, frame.hop_index)
+        call = HopCall("POST", url, "/hop/forward", frame.deadline_ms / 1000, frame.hop_index)
 
         def encode(left_s: float) -> tuple[dict[str, str], Body]:
             return http_codec.encode_frame(replace(frame, deadline_ms=max(0, round(left_s * 1000))))
@@ -116,12 +88,12 @@ class HttpTransport:
     async def release(
         self, url: str, session: str, through_epoch: int | None = None, keep: tuple[Mark, ...] = ()
     ) -> int:
-        call = _Call("POST", url, "/hop/release", self._control_timeout_s, None)
+        call = HopCall("POST", url, "/hop/release", self._control_timeout_s, None)
         body = http_codec.encode_release(session, through_epoch, keep)
         return http_codec.decode_released(await self._agreed(call, body))
 
     async def probe(self, url: str, session: str | None) -> ProbeReply:
-        call = _Call("GET", url, "/hop/probe", self._control_timeout_s, None, session)
+        call = HopCall("GET", url, "/hop/probe", self._control_timeout_s, None, session)
         return http_codec.decode_reply(await self._agreed(call, b""), ProbeReply.from_wire)
 
     async def close(self) -> None:
@@ -131,7 +103,7 @@ class HttpTransport:
             await self._session.close()
             self._session = None
 
-    async def _agreed(self, call: _Call, body: Body) -> bytes:
+    async def _agreed(self, call: HopCall, body: Body) -> bytes:
         """The answer to a call that knows no route, in the newest version that the hop takes."""
         newest_first = list(reversed(self._protocols))
         if (taken := self._taken.get(call.url)) in newest_first:
@@ -142,54 +114,21 @@ class HttpTransport:
                 return await self._in(protocol, call, body)
         return await self._in(newest_first[-1], call, body)
 
-    async def _in(self, protocol: int, call: _Call, body: Body) -> bytes:
+    async def _in(self, protocol: int, call: HopCall, body: Body) -> bytes:
         answer, _ = await self._answer(call, lambda _left: (http_codec.encode_call(protocol), body))
         if len(self._taken) >= MAX_CONNECTIONS:
             self._taken.clear()
         self._taken[call.url] = protocol
         return answer
 
-    async def _answer(self, call: _Call, encode: Callable[[float], _Encoded]) -> tuple[bytes, str | None]:
+    async def _answer(self, call: HopCall, encode: Callable[[float], _Encoded]) -> tuple[bytes, str | None]:
         """Body and boot id of a yes; ``encode`` makes headers and body from the seconds that are left."""
-        deadline = self._clock.now() + call.timeout_s
-        try:
-            async with asyncio.timeout(call.timeout_s):
-                reused = SimpleNamespace(connection=False)
-                try:
-                    return await self._unhurried(call, encode, deadline, reused)
-                except HopUnreachableError:
-                    if not reused.connection:
-                        raise
-                    # A hop may close an idle connection at the moment when it is used. Repeating is safe: every call
-                    # is idempotent, and an identical frame is answered from the hop's last reply.
-                    left_s = deadline - self._clock.now()
-                    return await self._exchange(call, encode(left_s), reused)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"{call} did not answer within {call.timeout_s:g} s", hop_index=call.hop_index
-            ) from error
+        return await call.persisted(self._clock, lambda left_s, reused: self._exchange(call, encode(left_s), reused))
 
-    async def _unhurried(
-        self, call: _Call, encode: Callable[[float], _Encoded], deadline: float, reused: SimpleNamespace
-    ) -> tuple[bytes, str | None]:
-        """As :meth:`_exchange`, a few times more when a hop that was asked too much says so, within the call's time."""
-        left_s = call.timeout_s
-        for _ in range(RATE_RETRIES):
-            try:
-                return await self._exchange(call, encode(left_s), reused)
-            except RateLimitedError as error:
-                await asyncio.sleep(max(SHORTEST_PAUSE_S, error.retry_after_s))
-                left_s = deadline - self._clock.now()
-        return await self._exchange(call, encode(left_s), reused)
-
-    async def _exchange(self, call: _Call, encoded: _Encoded, reused: SimpleNamespace) -> tuple[bytes, str | None]:
+    async def _exchange(self, call: HopCall, encoded: _Encoded, reused: Reuse) -> tuple[bytes, str | None]:
         """One request and its answer; sets ``reused.connection`` if the connection had served before."""
         headers, body = encoded
-        if self._tls is not None and not call.url.startswith("https://"):
-            raise HopUnreachableError(
-                f"{call} is not dialled: this machine is in a mesh, whose nodes are at https:// addresses",
-                hop_index=call.hop_index,
-            )
+        call.check_dialled(tls=self._tls)
         try:
             async with self._connected(call).request(
                 call.method,
@@ -213,10 +152,10 @@ class HttpTransport:
                 f"{call} cannot be reached: {connection_words(error)}", hop_index=call.hop_index
             ) from error
         if status != 200:
-            raise _refusal(call, status, answer, boot)
+            raise call.refusal(answer, boot, f"HTTP {status} from {call}: {answer[:120].decode(errors='replace')}")
         return answer, boot
 
-    def _connected(self, call: _Call) -> aiohttp.ClientSession:
+    def _connected(self, call: HopCall) -> aiohttp.ClientSession:
         if self._closed:
             raise HopUnreachableError(f"{call} was called after this transport was closed", hop_index=call.hop_index)
         if self._session is None:  # aiohttp wants a running loop, so not in the constructor
@@ -234,21 +173,6 @@ class HttpTransport:
                 trace_configs=[trace],
             )
         return self._session
-
-
-def _refusal(call: _Call, status: int, answer: bytes, boot: str | None) -> MeshnetError:
-    """The error in an answer, told whose it is."""
-    text = f"HTTP {status} from {call}: {answer[:120].decode(errors='replace')}"
-    try:
-        document = http_codec.decode_json(answer, "an error")
-    except BadFrameError:
-        document = None
-    error = error_from_wire(document, fallback=text)
-    # An error that names another hop only passed through this one, whose boot id says nothing about it.
-    if isinstance(error, HopError) and error.hop_index in (None, call.hop_index):
-        error.hop_index = call.hop_index
-        error.boot = error.boot or boot
-    return error
 
 
 async def _note_reuse(

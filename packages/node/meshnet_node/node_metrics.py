@@ -41,6 +41,7 @@ COUNTS = {
     "dropped": ("sessions_dropped", "Sessions whose state was dropped, by reason."),
     "misses": ("misses", "Frames and opens refused because the node had no usable state for them, by reason."),
 }
+FORM_HTTP, FORM_STREAM = "http", "stream"  # what a frame came as
 
 
 class NodeMetrics:
@@ -72,7 +73,12 @@ class NodeMetrics:
         self._received = Counter(
             "meshnet_node_received_bytes", "Bytes of request bodies, by call.", ["call"], registry=self.registry
         )
-
+        self._frames = Counter(
+            "meshnet_node_frames",
+            "Frames read, by form: `http` for a post each, `stream` for lean streams.",
+            ["form"],
+            registry=self.registry,
+        )
         self._parts = Histogram(
             "meshnet_node_frame_seconds",
             "Where frames spent their time at this node, by part: queue, forward (its layers), sample (at the tail). "
@@ -81,6 +87,10 @@ class NodeMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+
+    def took(self, form: str) -> None:
+        """Count one frame that was read."""
+        self._frames.labels(form).inc()
 
     def ran(self, timing: HopTiming) -> None:
         """Count where a frame that has run here spent its time."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from meshnet_core import http_codec
+from meshnet_core import http_codec, stream_codec
 from meshnet_core.clock import SystemClock
 from meshnet_core.connection_log import connection_log
 from meshnet_core.doorkeeper import Doorkeeper
@@ -31,15 +31,17 @@ from meshnet_core.errors import (
     InvalidInputError,
     MeshnetError,
     ModelNotFoundError,
+    ProtocolMismatchError,
     RateLimitedError,
     TooLargeError,
 )
-from meshnet_core.frames import PROTOCOLS
+from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
 from meshnet_core.ids import check_id
 from meshnet_core.secure_site import owner_of_request
 from meshnet_core.transport import HopEndpoint
 from meshnet_core.turned_away import TurnedAway
-from meshnet_node.node_metrics import NodeMetrics
+from meshnet_node.frame_stream import FrameStream, SwitchedResponse
+from meshnet_node.node_metrics import FORM_HTTP, FORM_STREAM, NodeMetrics
 from meshnet_node.peer_sessions import PeerSessions
 
 KEEPALIVE_S = 75.0  # above the client's (`meshnet_core.http_transport`), so that it is the client that closes
@@ -47,6 +49,7 @@ BODY_TIMEOUT_S = 30.0
 SHUTDOWN_S = 2.0  # for calls under way when the server stops; after it they are cancelled
 # Requests of one peer: far above what a gateway with a hundred answers under way makes, or a node before this one.
 RATE_PER_S, RATE_BURST = 5000.0, 20000.0
+_FORWARD = "/hop/forward"  # what frames are counted as, in either form
 _QUERY_NAMES = {"/hop/probe": {"session"}}
 
 log = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ def create_app(
     doorkeeper: Doorkeeper | None = None,
     peers: PeerSessions | None = None,
     not_ready: NotReady = lambda: None,
+    streams: bool = True,
 ) -> web.Application:
     """The application that answers for one node.
 
@@ -85,6 +89,7 @@ def create_app(
         doorkeeper: limits each peer, and counts who is turned away; a new one if not given.
         peers: limits the sessions of each peer; None for no such limit.
         not_ready: why ``/readyz`` says no; None where new sessions are welcome.
+        streams: whether frames are also taken from lean streams.
     """
     doorkeeper = doorkeeper or new_doorkeeper()
     metrics = metrics or NodeMetrics(status)
@@ -101,7 +106,10 @@ def create_app(
 
     app = web.Application(middlewares=[answer], client_max_size=max_body)
     app.router.add_post("/hop/open", door.open)
-    app.router.add_post("/hop/forward", door.forward)
+    app.router.add_post(_FORWARD, door.forward)
+    if streams:
+        app.router.add_get("/hop/stream", door.stream, allow_head=False)
+        app.on_shutdown.append(door.end_streams)
     app.router.add_post("/hop/release", door.release)
     app.router.add_get("/hop/probe", door.probe, allow_head=False)
     app.router.add_get("/text/{fingerprint}", door.text, allow_head=False)
@@ -155,6 +163,7 @@ class _Door:
         self._doorkeeper = doorkeeper
         self._peers = peers
         self._not_ready = not_ready
+        self._streams: set[FrameStream] = set()
 
     async def guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """``handler``'s answer, counted; whatever it raises becomes an error document."""
@@ -174,9 +183,8 @@ class _Door:
             no_route = _routing_refusal(request, error)
             result = no_route.code
             return _error_response(no_route, error.status)
-        except Exception as error:
-            log.exception("%s %s failed", request.method, request.path)
-            failed = HopFailedError(f"{type(error).__name__} in {request.path}; the node's log has the traceback")
+        except Exception as error:  # noqa: BLE001 - it is answered and logged
+            failed = _failure(error, request.path)
             result = failed.code
             return _error_response(failed, failed.http_status)
         else:
@@ -198,10 +206,64 @@ class _Door:
 
     async def forward(self, request: web.Request) -> web.Response:
         body = await self._body(request, "application/octet-stream")
-        reply = await self._endpoint.forward(http_codec.decode_frame(request.headers.items(), body, self._protocols))
+        frame = http_codec.decode_frame(request.headers.items(), body, self._protocols)
+        self._metrics.took(FORM_HTTP)
+        return _json_response(http_codec.encode_json((await self._ran(frame)).to_wire()))
+
+    async def _ran(self, frame: Frame) -> FrameReply:
+        reply = await self._endpoint.forward(frame)
         if reply.timings and reply.timings[0].forward_ms:
             self._metrics.ran(reply.timings[0])
-        return _json_response(http_codec.encode_json(reply.to_wire()))
+        return reply
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Hand the connection over to a lean stream of frames."""
+        if any(name.lower().startswith("x-meshnet-") for name in request.headers):  # none is needed
+            http_codec.check_protocol(request.headers.items(), self._protocols)
+        _check_upgrade(request)
+        owner, address = owner_of_request(request), request.remote or "?"
+
+        async def answer(number: int, frame: Frame) -> bytes:
+            return await self._streamed(owner, address, number, frame)
+
+        def make(on_lost: Callable[[Exception | None], None]) -> FrameStream:
+            return FrameStream(
+                answer,
+                lambda error, size: self._metrics.answered(_FORWARD, error.code, 0.0, size),
+                protocols=self._protocols,
+                max_body=self._max_body,
+                body_timeout_s=self._body_timeout_s,
+                idle_s=KEEPALIVE_S,
+                on_lost=on_lost,
+            )
+
+        return SwitchedResponse(make, self._streams)
+
+    async def _streamed(self, owner: str | None, address: str, number: int, frame: Frame) -> bytes:
+        """The answer to one frame of a stream, counted as a post's is; whatever is raised becomes a refusal."""
+        began = time.perf_counter()
+        result = "cancelled"
+        try:
+            self._doorkeeper.admit(owner, address)
+            self._metrics.took(FORM_STREAM)
+            message = stream_codec.encode_reply(await self._ran(frame), number)
+        except MeshnetError as error:
+            result = error.code
+            return stream_codec.encode_refusal(error, number)
+        except Exception as error:  # noqa: BLE001 - it goes back as a refusal
+            failed = _failure(error, _FORWARD)
+            result = failed.code
+            return stream_codec.encode_refusal(failed, number)
+        else:
+            result = "ok"
+            return message
+        finally:
+            self._metrics.answered(_FORWARD, result, time.perf_counter() - began, len(frame.body))
+
+    async def end_streams(self, _app: web.Application) -> None:
+        """Have every stream answer what it has read, and no more."""
+        for stream in self._streams:
+            stream.finish()
 
     async def release(self, request: web.Request) -> web.Response:
         body = await self._body(request, "application/json")
@@ -257,6 +319,30 @@ class _Door:
             ) from error
         except (ConnectionError, web.RequestPayloadError) as error:  # the answer is for the metrics: nobody reads it
             raise BadFrameError(f"the connection ended within a body of {length} bytes") from error
+
+
+def _check_upgrade(request: web.Request) -> None:
+    """Whether a request asks for the stream that is spoken here, as an upgrade has to be asked for.
+
+    Raises:
+        ProtocolMismatchError: it asks for none, or for another one.
+        BadFrameError: it has a body.
+    """
+    named = [part.strip().lower() for part in request.headers.get("Connection", "").split(",")]
+    wanted = request.headers.getall("Upgrade", [])
+    if "upgrade" not in named or wanted != [stream_codec.STREAM]:
+        raise ProtocolMismatchError(
+            f"/hop/stream needs Connection: Upgrade and Upgrade: {stream_codec.STREAM}, "
+            f"not {', '.join(wanted)[:80] or 'none'!r}"
+        )
+    if request.can_read_body:
+        raise BadFrameError("an upgrade has no body; frames follow the answer 101")
+
+
+def _failure(error: Exception, path: str) -> HopFailedError:
+    """What is told of an exception that nobody foresaw; whose traceback is in the log."""
+    log.error("%s failed", path, exc_info=error)
+    return HopFailedError(f"{type(error).__name__} in {path}; the node's log has the traceback")
 
 
 def _check_query(request: web.Request) -> None:
