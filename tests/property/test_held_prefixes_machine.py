@@ -15,12 +15,15 @@ from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.prefix import Mark, marks_of
 from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey, StoreLimits
-from meshnet_node.held_prefixes import HeldPrefix, PrefixKind
+from meshnet_node.held_prefixes import KEY_NBYTES, HeldPrefix, PrefixKind, prefix_nbytes
 
-LIMITS = StoreLimits(budget_bytes=100, max_sessions=50, ttl_s=60.0, running_s=10.0, max_prefixes=5, prefix_ttl_s=300.0)
+UNIT = KEY_NBYTES  # of bytes here, so that keys are neither all that counts nor nothing
+LIMITS = StoreLimits(
+    budget_bytes=100 * UNIT, max_sessions=50, ttl_s=60.0, running_s=10.0, max_prefixes=5, prefix_ttl_s=300.0
+)
 KINDS = [PrefixKind(scope, "f", LayerRange(0, 2), ((-1, "float32"),)) for scope in ("mine", "yours")]
 
-sizes = st.integers(0, 60) | st.integers(30, 60)
+sizes = (st.integers(0, 60) | st.integers(30, 60)).map(lambda units: units * UNIT)
 kinds = st.sampled_from(KINDS)
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 sessions = st.sampled_from("abcd")
@@ -114,7 +117,7 @@ class PrefixMachine(RuleBasedStateMachine):
         idle, free = self.store.prefixes.idle_nbytes, LIMITS.budget_bytes - self.store.nbytes
         state = State(nbytes, tuple(of))
         kept = self.store.keep(kind, positions, state)
-        assert kept == (nbytes <= free + idle)
+        assert kept == (prefix_nbytes(state, positions) <= free + idle)
         assert (state in [held.state for held in self.store.prefixes]) == kept
         assert set(self.store) == sessions  # no session gives way to a prefix
 
@@ -158,7 +161,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_are_the_sum_and_within_the_budget(self) -> None:
         store = self.store
-        assert store.prefixes.nbytes == sum(held.state.nbytes for held in store.prefixes)
+        assert store.prefixes.nbytes == sum(prefix_nbytes(held.state, held.positions) for held in store.prefixes)
         assert store.prefixes.nbytes <= store.nbytes <= LIMITS.budget_bytes
         assert len(store.prefixes) <= LIMITS.max_prefixes + len(self.leased)
 

@@ -9,6 +9,7 @@ import pytest
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
 from meshnet_core.layer_range import LayerRange
+from meshnet_node import held_prefixes
 from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey, StoreLimits
 from meshnet_node.held_prefixes import PrefixKind
 
@@ -460,7 +461,10 @@ def test_what_has_left_and_is_still_run_on_is_waited_for_before_anybody_else_goe
     assert names(store) == {"a", "b"}
 
 
-def test_a_prefix_that_is_copied_from_is_waited_for_before_a_session_goes(clock: ManualClock) -> None:
+def test_a_prefix_that_is_copied_from_is_waited_for_before_a_session_goes(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_prefixes, "KEY_NBYTES", 0)
     store: CacheStore[Held] = CacheStore(replace(LIMITS, max_prefixes=2), clock)
     kind = PrefixKind("mine", "f", LayerRange(0, 2), ((-1, "float32"),))
     admit(store, "a", 40)

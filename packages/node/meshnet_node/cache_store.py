@@ -21,7 +21,7 @@ from typing import Any, Generic
 
 from meshnet_core.clock import Clock
 from meshnet_core.errors import CacheFullError, CacheMissError, MissReason
-from meshnet_node.held_prefixes import HeldPrefixes, PrefixKind, Sized
+from meshnet_node.held_prefixes import HeldPrefixes, PrefixKind, Sized, prefix_nbytes
 from meshnet_node.store_room import (
     Entry,
     H,
@@ -214,7 +214,7 @@ class CacheStore(Generic[H]):
 
         Older prefixes give way for it, sessions never do.
         """
-        excess = self.taken(stateless=False) + state.nbytes - self.limits.budget_bytes
+        excess = self.taken(stateless=False) + prefix_nbytes(state, positions) - self.limits.budget_bytes
         if excess > self.prefixes.idle_nbytes or self.limits.max_prefixes < 1:
             return False
         self.prefixes.give_way(excess)

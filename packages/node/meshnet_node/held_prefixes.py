@@ -20,6 +20,8 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_core.open_document import OpenDocument
 from meshnet_core.prefix import Mark
 
+KEY_NBYTES = 256  # a mark's key of 32 letters, its position, and their place in a table
+
 
 class Sized(Protocol):
     """What is held."""
@@ -58,6 +60,11 @@ class PrefixKind(NamedTuple):
         return cls(scope, document.route.fingerprint, document.hop.layers, tuple(runs))
 
 
+def prefix_nbytes(state: Sized, positions: Mapping[str, int]) -> int:
+    """Bytes that a prefix takes: of its state, and of the keys under which it is found."""
+    return state.nbytes + KEY_NBYTES * len(positions)
+
+
 @dataclass(slots=True, eq=False)
 class HeldPrefix(Generic[S]):
     """One state, and the positions by the keys of their marks at which sessions can begin from it."""
@@ -70,7 +77,7 @@ class HeldPrefix(Generic[S]):
     leases: int = 0
 
     def __post_init__(self) -> None:
-        self.nbytes = self.state.nbytes
+        self.nbytes = prefix_nbytes(self.state, self.positions)
 
 
 class HeldPrefixes(Generic[S]):

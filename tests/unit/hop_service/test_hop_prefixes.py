@@ -13,6 +13,7 @@ from meshnet_core.errors import BadFrameError, CacheMissError, MissReason
 from meshnet_core.frames import FrameReply, Phase
 from meshnet_core.open_document import OpenReply
 from meshnet_core.prefix import EVERYONE, PrefixTerms, marks_of
+from meshnet_node.held_prefixes import KEY_NBYTES
 
 MARKS = (4, 8, len(PROMPT) - 1, len(PROMPT))
 NEXT = "s-next"
@@ -145,5 +146,6 @@ async def test_status_tells_what_is_held_and_what_it_saved(holding: Line) -> Non
     for hop in holding.hops:
         status = hop.status()
         per_position = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their size, float32
-        assert status["prefix_bytes"] == (len(PROMPT) + STEPS - 1) * per_position
+        keys = KEY_NBYTES * sum(len(held.positions) for held in hop.store.prefixes)
+        assert status["prefix_bytes"] == (len(PROMPT) + STEPS - 1) * per_position + keys
         assert (status["prefixes"], status["prefill_positions_saved"], status["prefixes_evicted"]) == (1, 8, 0)
