@@ -159,7 +159,7 @@ async def test_a_refusal_is_an_answer_and_no_reason_to_ask_another(fakes: list[F
 
 
 async def test_while_trackers_do_not_hear_of_one_another_all_are_told(fakes: list[FakeTracker]) -> None:
-    trackers = Trackers([fake.url for fake in fakes], patience_s=0.2)
+    trackers = Trackers([fake.url for fake in fakes], patience_s=1.5)  # sat out once, and more than a stall
     for fake in fakes:
         fake.named["registry"] = "unreachable"
     fakes[1].hangs = True
@@ -209,7 +209,7 @@ async def test_a_goodbye_reaches_all_while_trackers_do_not_hear_of_one_another(f
 async def test_one_that_answers_after_it_was_forgotten_is_known_again(
     fakes: list[FakeTracker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trackers = Trackers([fakes[0].url], patience_s=1.0)
+    trackers = Trackers([fakes[0].url], patience_s=2.0)
     await trackers.snapshot()
     await fakes[2].stop()
     await fakes[0].stop()
@@ -228,7 +228,7 @@ async def test_one_that_answers_after_it_was_forgotten_is_known_again(
         first = asyncio.create_task(trackers.snapshot())
         while fakes[1].hanging < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
         second = asyncio.create_task(trackers.snapshot())
         await first  # from the first tracker, which does not name the second
         fakes[1].go_on()
