@@ -64,9 +64,14 @@ class AutoLayers:
         self, model: str, memory: int | None, weights: WeightsWanted, device: str, report: ProgressReporter
     ) -> None:
         self.boot, self.started = mint_boot_id(), time.time_ns() // 1_000_000
-        self._given = model
+        self._given, self._quantize = model, weights.quantize
         self._report: ProgressReporter | None = report
-        self._model = PlaceableModel(open_model(model), dtype=weights.dtype, device=device, quantize=weights.quantize)
+        self._model = PlaceableModel(
+            open_model(model).rounded(weights.quantize),
+            dtype=weights.dtype,
+            device=device,
+            quantize=weights.quantize,
+        )
         free = free_bytes(self._model.device)
         if memory is not None and memory > free:
             raise InvalidInputError(
@@ -191,7 +196,7 @@ class AutoLayers:
     def _offer(self, layers: LayerRange) -> OfferedShard:
         files = self._model.files
         folder = self._model.prepare(layers, self._show)
-        return offered(self._model.plan(folder, layers), self._given, files)
+        return offered(self._model.plan(folder, layers), self._given, files, self._quantize)
 
     def _show(self, what: str, done: int, total: int) -> None:
         if self._report is not None:

@@ -69,7 +69,7 @@ def load_pool(
     from meshnet_node.model_files import open_model
     from meshnet_node.shard_pool import ShardPool
 
-    files = {choice.model: open_model(choice.model) for choice in choices}
+    files = {choice.model: open_model(choice.model).rounded(weights.quantize) for choice in choices}
     offers: list[OfferedShard] = []
     for choice in choices:
         offer = _offer(choice, files[choice.model], weights, device, report)
@@ -103,10 +103,10 @@ def _offer(
         progress=lambda what, done, total: report("", what, done, total),
     )
     plan = plan_shard(folder, layers, dtype=weights.dtype, device=device, quantize=weights.quantize)
-    return offered(plan, choice.model, files)
+    return offered(plan, choice.model, files, weights.quantize)
 
 
-def offered(plan: ShardPlan, model: str, files: ModelFiles) -> OfferedShard:
+def offered(plan: ShardPlan, model: str, files: ModelFiles, quantize: str) -> OfferedShard:
     """What was planned, to be loaded when it is wanted; ``model`` is MODEL as typed."""
     from meshnet_core.membership import ShardInfo
     from meshnet_node.offered_shard import OfferedShard
@@ -121,16 +121,16 @@ def offered(plan: ShardPlan, model: str, files: ModelFiles) -> OfferedShard:
         dtype=plan.dtype,
         weight_bytes=plan.weight_bytes,
     )
-    return OfferedShard(known, partial(_load, plan, model, files), files.text_files())
+    return OfferedShard(known, partial(_load, plan, model, files, quantize), files.text_files())
 
 
-def _load(plan: ShardPlan, model: str, files: ModelFiles, progress: Progress) -> TorchModelShard:
+def _load(plan: ShardPlan, model: str, files: ModelFiles, quantize: str, progress: Progress) -> TorchModelShard:
     """Load what was planned, unless the folder holds another model by now: it would answer under a wrong name."""
     import torch
 
     from meshnet_node.model_files import open_model
 
     torch.set_num_threads(1)  # of this thread: the forward lane's team of threads is to be the only one
-    if Path(model).expanduser().is_dir() and open_model(model).fingerprint != files.fingerprint:
+    if Path(model).expanduser().is_dir() and open_model(model).rounded(quantize).fingerprint != files.fingerprint:
         raise ModelNotFoundError(f"the files of {model} were changed since this node started; start it again")
     return plan.load(progress)

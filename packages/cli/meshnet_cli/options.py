@@ -36,6 +36,8 @@ class QuantizeChoice(enum.StrEnum):
 
     AUTO = "auto"
     NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 Model = Annotated[
@@ -126,7 +128,8 @@ Quantize = Annotated[
     QuantizeChoice,
     typer.Option(
         "--quantize",
-        help="How weights are held: auto leaves 4- and 8-bit GGUF blocks packed on a CPU in bfloat16, none does not.",
+        help="How weights are held: auto leaves 4- and 8-bit GGUF blocks packed on a CPU in bfloat16, none does not; "
+        "int8 and int4 round wider ones, which makes another model of it.",
     ),
 ]
 Device = Annotated[

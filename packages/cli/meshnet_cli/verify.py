@@ -70,7 +70,7 @@ def _verify(
     from meshnet_node.model_files import open_model
     from meshnet_node.split import parse_splits
 
-    files = open_model(model)
+    files = open_model(model).rounded(weights.quantize)
     chosen = parse_splits(splits, files.num_layers)
     prompts = _prompts(files, tokens)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
+ROUNDING_VERSION = 1  # raise it when weights are rounded to others
 SAMPLES, SAMPLE_BYTES = 16, 4096
 # Written by the library that saved the config, not part of what the model computes.
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
@@ -54,6 +55,13 @@ def gguf_fingerprint(path: Path, data_start: int) -> str:
         digest.add(file.read(data_start))  # a few MB, most of it the vocabulary
     for block in _samples(path, data_start):
         digest.add(block)
+    return digest.hexdigest()
+
+
+def rounded_fingerprint(fingerprint: str, held: str) -> str:
+    """Fingerprint of a model whose weights are rounded to ``held`` (``int8``, ``int4``): it answers otherwise."""
+    digest = _Digest("rounded", {})
+    digest.add(f"{fingerprint} {held} v{ROUNDING_VERSION}".encode())
     return digest.hexdigest()
 
 

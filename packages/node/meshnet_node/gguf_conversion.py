@@ -142,7 +142,7 @@ class GgufConversion:
 
         config = AutoConfig.from_pretrained(self._text, local_files_only=True, trust_remote_code=False)
         plans = plan_tensors(self.header, config)
-        targets = {part: [_Target.of(plan, dtype, packed=form != dtype) for plan in plans[part]] for part in parts}
+        targets = {part: _targets(plans[part], dtype, packed=form != dtype) for part in parts}
         _check_room(folder, sum(target.nbytes for part in parts for target in targets[part]))
         total = sum(plan.source_bytes for part in parts for plan in plans[part])
         done = 0
@@ -224,6 +224,15 @@ class _Target:
             if kind is torch.float16 and not bool(block.isfinite().all()):
                 raise UnsupportedModelError(f"{self.name} has values beyond float16; use bfloat16 or float32")
             yield block.view(-1).view(torch.uint8).numpy().data
+
+
+def _targets(plans: list[TensorPlan], dtype: str, *, packed: bool) -> list[_Target]:
+    """How a part's tensors are written; a layer's experts all as blocks, or all de-quantised."""
+    targets = [_Target.of(plan, dtype, packed=packed) for plan in plans]
+    experts = [target for target in targets if ".experts." in target.plan.name]
+    if all(target.moves is not None for target in experts):
+        return targets
+    return [_Target.of(t.plan, dtype, packed=packed and t not in experts) for t in targets]
 
 
 def _write_part(

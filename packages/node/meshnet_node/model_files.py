@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from meshnet_core.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
 from meshnet_node.cache_folder import default_cache_dir
 from meshnet_node.config_json import settings_of
-from meshnet_node.fingerprint import folder_fingerprint
+from meshnet_node.fingerprint import folder_fingerprint, rounded_fingerprint
+from meshnet_node.gguf_blocks import HELD
 from meshnet_node.gguf_conversion import GgufConversion, Progress, check_dtype
 from meshnet_node.tensor_index import INDEX_NAME, read_weight_map, weight_files
 from meshnet_node.text_files import read_text_files
@@ -89,6 +90,12 @@ class ModelFiles:
         if layers.stop > self.num_layers:
             raise InvalidInputError(f"{self.name} has layers 0-{self.num_layers - 1}; {layers} goes beyond them")
         return self.source.prepare(layers, dtype=dtype, packed=packed, progress=progress)
+
+    def rounded(self, quantize: str) -> ModelFiles:
+        """The model that ``--quantize`` makes of it: another one where weights are rounded, which answers otherwise."""
+        if quantize not in HELD.values():
+            return self
+        return replace(self, fingerprint=rounded_fingerprint(self.fingerprint, quantize), blocks=quantize)
 
     def text_files(self) -> dict[str, bytes]:
         """The files a gateway needs for text, by name; see :mod:`meshnet_node.text_files`."""

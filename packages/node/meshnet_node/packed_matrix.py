@@ -33,31 +33,25 @@ _ops: Any = torch.ops.aten
 
 
 def packed_bytes(rows: int, columns: int, planes: int) -> int:
-    """Bytes of a :class:`PackedMatrix` of that shape."""
+    """Bytes of a packed matrix of that shape."""
     return -(-rows // ROW_BLOCK) * ROW_BLOCK * columns * planes * 5 // 8
 
 
-class PackedMatrix(nn.Module):
-    """A matrix ``[rows, columns]``; ``columns`` is a multiple of 32. Empty until :meth:`fill` has had all its rows.
-
-    Args:
-        planes: 1 for weights of 4 bits, 2 for weights of 8.
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A matrix ``[rows, columns]``; ``columns`` is a multiple of 32.
 
     Attributes:
+        planes: 1 for weights of 4 bits, 2 for weights of 8.
         codes: packed, uint8 ``[padded rows, planes * columns / 2]``.
         scales: bfloat16 ``[planes * columns / 32, padded rows, 2]``: scale and zero.
     """
 
+    rows: int
+    columns: int
+    planes: int
     codes: torch.Tensor
     scales: torch.Tensor
-
-    def __init__(self, rows: int, columns: int, planes: int) -> None:
-        super().__init__()
-        self.rows, self.columns, self.planes = rows, columns, planes
-        padded, width = -(-rows // ROW_BLOCK) * ROW_BLOCK, planes * columns
-        self.register_buffer("codes", torch.empty(padded, width // 2, dtype=torch.uint8), persistent=False)
-        scales = torch.empty(width // GROUP, padded, 2, dtype=torch.bfloat16)
-        self.register_buffer("scales", scales, persistent=False)
 
     @property
     def rows_at_a_time(self) -> int:
@@ -134,6 +128,40 @@ class PackedMatrix(nn.Module):
         values = (codes.view(len(indices), -1, GROUP).float() - 8) * scale + zero
         return values.view(len(indices), self.planes, self.columns).sum(1).to(torch.bfloat16)
 
+
+class PackedMatrix(nn.Module):
+    """One such matrix as a module. Empty until :meth:`fill` has had all its rows."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, rows: int, columns: int, planes: int) -> None:
+        super().__init__()
+        self.rows, self.columns, self.planes = rows, columns, planes
+        _allocate(self, (), rows, columns, planes)
+
+    @property
+    def held(self) -> Packed:
+        """Its tensors, as they are now."""
+        return Packed(self.rows, self.columns, self.planes, self.codes, self.scales)
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """See :class:`Packed`."""
+        return self.held.rows_at_a_time
+
+    def fill(self, start: int, coded: CodedRows) -> None:
+        """See :class:`Packed`."""
+        self.held.fill(start, coded)
+
+    def product(self, inputs: torch.Tensor) -> torch.Tensor:
+        """See :class:`Packed`."""
+        return self.held.product(inputs)
+
+    def take(self, indices: torch.Tensor) -> torch.Tensor:
+        """See :class:`Packed`."""
+        return self.held.take(indices)
+
     @classmethod
     def joined(cls, parts: Sequence[PackedMatrix]) -> PackedMatrix:
         """One matrix with the rows of all, in order: for products of one input with several weights at once.
@@ -151,6 +179,33 @@ class PackedMatrix(nn.Module):
         whole.codes = torch.cat([part.codes for part in parts])
         whole.scales = torch.cat([part.scales for part in parts], dim=1)
         return whole
+
+
+class PackedStack(nn.Module):
+    """Several matrices of one shape, as the experts of a layer have them.
+
+    Attributes:
+        codes, scales: of all, along a first dimension.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, count: int, rows: int, columns: int, planes: int) -> None:
+        super().__init__()
+        self.count, self.rows, self.columns, self.planes = count, rows, columns, planes
+        _allocate(self, (count,), rows, columns, planes)
+
+    def __getitem__(self, index: int) -> Packed:
+        return Packed(self.rows, self.columns, self.planes, self.codes[index], self.scales[index])
+
+
+def _allocate(module: nn.Module, count: tuple[int, ...], rows: int, columns: int, planes: int) -> None:
+    padded, width = -(-rows // ROW_BLOCK) * ROW_BLOCK, planes * columns
+    codes = torch.empty(*count, padded, width // 2, dtype=torch.uint8)
+    scales = torch.empty(*count, width // GROUP, padded, 2, dtype=torch.bfloat16)
+    module.register_buffer("codes", codes, persistent=False)
+    module.register_buffer("scales", scales, persistent=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from meshnet_node.layer_slicing import base_of, prune
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.packed_linear import pack_linears
 from meshnet_node.transformers_bars import no_bars
-from meshnet_node.weight_choice import keeps_packed
+from meshnet_node.weight_choice import ROUNDS, keeps_packed
 from meshnet_node.weight_packing import Packing
 
 Progress = Callable[[int, int], None]
@@ -189,10 +189,21 @@ class ShardPlan:
 
 
 def _packing(model: PreTrainedModel, checkpoint: CheckpointReader, device: torch.device, quantize: str) -> Packing:
-    packing = Packing(model, checkpoint)
-    if packing.nbytes and not keeps_packed(quantize, device, model.dtype):
+    possible = keeps_packed(quantize, device, model.dtype)
+    packing = Packing(model, checkpoint, quantize)
+    if packing.nbytes and not possible:
         raise InvalidInputError(
             f"{checkpoint.folder} holds packed weights, which are for bfloat16 on a CPU; prepare the model without"
+        )
+    if quantize in ROUNDS and (wide := packing.wide_experts):
+        raise UnsupportedModelError(
+            f"--quantize {quantize} does not do for {model.config.model_type}: its experts ({wide}), most of its "
+            "weights, have no form that can be held packed (no biases, gate and up side by side, multiples of 32)"
+        )
+    if quantize in ROUNDS and not packing.held:
+        raise UnsupportedModelError(
+            f"--quantize {quantize} does not do for {model.config.model_type}: its layers have no plain products of at "
+            "least 32 rows and a multiple of 32 columns"
         )
     return packing
 
@@ -217,7 +228,7 @@ def _fill(
     packing: Packing,
 ) -> None:
     """Read the tensors that ``model`` still has on the meta device, layer by layer, and make its buffers."""
-    packing.take_out(model)
+    taken = packing.take_out(model)
     towers: Any = [WeightRenaming(theirs, own) for theirs, own in _TOWER_NAMES.items()]
     conversions: list[Any] = [*towers, *get_model_conversion_mapping(model)]
     wanted = _wanted(model, checkpoint, conversions)
@@ -239,9 +250,10 @@ def _fill(
             info.missing_keys &= part.missing_keys
             info.mismatched_keys |= part.mismatched_keys
             info.conversion_errors |= part.conversion_errors
+            packing.round_loaded(model, taken)
     _refuse_incomplete(model, info, checkpoint.folder, layers)
     model._finalize_model_loading(model, load_config, info)
-    packing.put_in(model, counter.add)
+    packing.put_in(model, taken, counter.add)
 
 
 def _wanted(model: PreTrainedModel, checkpoint: CheckpointReader, conversions: list[Any]) -> list[list[StoredTensor]]:
