@@ -6,6 +6,7 @@ The generation loop runs in the test itself, over HTTP, so that answers are comp
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -28,18 +29,24 @@ START_TIMEOUT_S = 240.0  # the first start on a machine converts the GGUF
 
 @dataclass
 class ProcessMesh:
-    """What runs; nodes by name."""
+    """What runs; nodes by name.
+
+    In a mesh with certificates ``home`` is where its parts find it, and ``tls`` what a client shows.
+    """
 
     children: Children
     tracker_url: str
     model: str
     options: tuple[str, ...]
     nodes: dict[str, Child] = field(default_factory=dict)
+    home: Path | None = None
+    tls: ssl.SSLContext | None = None
 
     def start_node(self, name: str, layers: str, *more: str, wait: bool = True) -> Child:
         """One more node, holding ``layers``."""
         arguments = ["node", self.model, "--layers", layers, "--tracker", self.tracker_url, "--port", "0"]
-        child = self.children.start(name, [*arguments, "--name", name, *self.options, *more])
+        environment = {} if self.home is None else {"MESHNET_HOME": str(self.home)}
+        child = self.children.start(name, [*arguments, "--name", name, *self.options, *more], environment)
         self.nodes[name] = child
         if wait:
             self.children.wait_ready(child, timeout_s=START_TIMEOUT_S)
@@ -120,10 +127,10 @@ class MeshClient:
 
 
 @asynccontextmanager
-async def mesh_client(tracker_url: str) -> AsyncIterator[MeshClient]:
+async def mesh_client(tracker_url: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[MeshClient]:
     """A client of the mesh at ``tracker_url``."""
     clock = SystemClock()
-    client, transport = TrackerClient(tracker_url), transport_for(WireForm.STREAM, clock)
+    client, transport = TrackerClient(tracker_url, tls=tls), transport_for(WireForm.STREAM, clock, tls=tls)
     mesh = Mesh(client, clock)
     try:
         yield MeshClient(mesh, transport)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from in_process_mesh import random_prompt, reference_greedy, reference_model
+from mesh_identities import new_mesh
 from meshnet_cli.children import Children
 from meshnet_core.membership import Snapshot
 from meshnet_core.sampling import SampledToken, SamplingParams
@@ -37,21 +38,26 @@ def expected(folder: Path) -> list[int]:
 
 
 @contextmanager
-def auto_mesh(folder: Path, logs: Path, *names: str) -> Iterator[ProcessMesh]:
-    """A tracker, and nodes that were started together with ``--layers auto``."""
+def auto_mesh(folder: Path, logs: Path, *names: str, secured: bool = False) -> Iterator[ProcessMesh]:
+    """A tracker, and nodes that were started together with ``--layers auto``; ``secured`` by certificates or not."""
+    insecure = () if secured else ("--insecure",)
+    options = ("--dtype", "float32", "--threads", "1", "--memory", MEMORY, *insecure)
     with Children(logs) as children:
-        tracker = children.start("tracker", ["tracker", "--port", "0", "--insecure"])
-        children.wait_ready(tracker, timeout_s=60)
-        mesh = ProcessMesh(children, str(tracker.url), str(folder), ("--dtype", "float32", "--threads", "1"))
+        home = logs / "home" if secured else None
+        tls = None if home is None else new_mesh(home / "mesh").credentials().client_context()
+        environment = {} if home is None else {"MESHNET_HOME": str(home)}
+        tracker = children.start("tracker", ["tracker", "--port", "0", *insecure], environment)
+        children.wait_ready(tracker, timeout_s=START_TIMEOUT_S)
+        mesh = ProcessMesh(children, str(tracker.url), str(folder), options, home=home, tls=tls)
         for name in names:
-            mesh.start_node(name, "auto", "--memory", MEMORY, "--insecure", wait=False)
+            mesh.start_node(name, "auto", wait=False)
         children.wait_ready(*mesh.nodes.values(), timeout_s=START_TIMEOUT_S)
         yield mesh
 
 
 async def until(mesh: ProcessMesh, what: Callable[[dict[str, list[str]]], bool]) -> dict[str, list[str]]:
     """The layers that each node announces, draining ones left out, once they are so."""
-    client = TrackerClient(mesh.tracker_url)
+    client = TrackerClient(mesh.tracker_url, tls=mesh.tls)
     try:
         async with asyncio.timeout(180):
             while not what(served := _served(await client.snapshot())):  # noqa: ASYNC110  other processes set no event
@@ -117,16 +123,18 @@ async def test_an_answer_goes_on_while_a_node_leaves_and_the_others_take_its_lay
             assert await answer == expected
 
 
+@pytest.mark.parametrize("secured", [False, True], ids=["without certificates", "with certificates"])
 async def test_an_answer_goes_on_while_a_newcomer_makes_the_others_move(
-    folder: Path, tmp_path: Path, expected: list[int]
+    folder: Path, tmp_path: Path, expected: list[int], secured: bool
 ) -> None:
-    with auto_mesh(folder, tmp_path, "a", "b") as mesh:
-        async with mesh_client(mesh.tracker_url) as client:
+    with auto_mesh(folder, tmp_path, "a", "b", secured=secured) as mesh:
+        assert mesh.tracker_url.startswith("https://" if secured else "http://")
+        async with mesh_client(mesh.tracker_url, mesh.tls) as client:
             await until(mesh, holds("0-5", "6-11"))
             begun, go_on = asyncio.Event(), asyncio.Event()
             answer = asyncio.create_task(slow_answer(client, begun, go_on))
             await asyncio.wait_for(begun.wait(), 60)
-            mesh.start_node("c", "auto", "--memory", MEMORY, "--insecure")
+            mesh.start_node("c", "auto")
             await until(mesh, lambda served: len(served) == 3 and all(served.values()))
             go_on.set()
             assert await answer == expected
