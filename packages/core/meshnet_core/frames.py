@@ -8,6 +8,14 @@ module (`http_codec`) put them on a wire, the transports move them.
     frame.position (before it)     0                     256                 512   513
     frame.seq_len  (in it)         256                   256                 1     1
     frame.sample                   0                     1                   1     1
+
+A verify frame (speculative decoding, Leviathan et al. 2023) carries drafted tokens behind the newest one, and the tail
+samples after each for as long as the draft is what it samples. The next frame begins where the drafts went wrong; a hop
+whose state cannot be cut back falls back to where the frame began, and is sent what was right of it again:
+
+    verify at 512       t  a  b  c      sample 4: a  b  x       c was wrong, x is the token instead
+    next                         x  ..  at 515, where every hop can be cut back
+                        t  a  b  x  ..  at 512, where one cannot; sample counts x and the drafts behind it
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 PROTOCOLS = range(PROTOCOL_MIN, PROTOCOL_MAX + 1)
 MAX_CHUNK = 256  # positions in one prefill frame on the cached path
+MAX_DRAFT = 16  # drafted tokens in one verify frame
 
 
 class Phase(enum.StrEnum):
@@ -52,6 +61,7 @@ class Frame:
         body: raw little-endian tensor: int32 token ids ``[1, seq_len]`` into hop 0, hidden states
             ``[1, seq_len, hidden]`` in the session's wire dtype after it.
         protocol: the version it is written in: the one that all hops of its route agreed on.
+        draft: of a verify frame the last ``sample - 1`` token ids, which later hops cannot read off the hidden states.
     """
 
     session: str
@@ -66,6 +76,12 @@ class Frame:
     cache: bool
     body: bytes | bytearray | memoryview = field(repr=False)
     protocol: int = PROTOCOL_MAX
+    draft: tuple[int, ...] = ()
+
+    @property
+    def known(self) -> int:
+        """Positions of the session that hold tokens of it for sure, once the frame has run: all but drafted ones."""
+        return self.position + self.seq_len - len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +111,8 @@ class FrameReply:
 
     Attributes:
         position: positions of the session that are consumed once this frame has run.
-        tokens: the tokens sampled, one for each of ``frame.sample``; empty for a chunk that was only queued.
+        tokens: the tokens sampled, one for each of ``frame.sample``, but none after the first that differs from a
+            draft; empty for a chunk that was only queued.
         timings: one entry for each hop that has run the frame, first hop first.
         draining: indices of the hops whose nodes are about to leave, so that the session should move from them.
         boot: boot id of the hop that was asked; the transport fills it in, and "" where it carries none. Who answered

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from meshnet_core.errors import BadFrameError, HopFailedError, InvalidInputError, ProtocolMismatchError
-from meshnet_core.frames import PROTOCOL_MAX, PROTOCOLS, Frame, Phase
+from meshnet_core.frames import MAX_DRAFT, PROTOCOL_MAX, PROTOCOLS, Frame, Phase
 from meshnet_core.ids import check_id
 from meshnet_core.open_document import OpenDocument
 from meshnet_core.prefix import Mark, marks_from_wire, marks_to_wire
@@ -37,10 +37,11 @@ FRAME_HEADERS = (
     "X-Meshnet-Deadline-Ms",
     "X-Meshnet-Cache",
 )
+DRAFT = "X-Meshnet-Draft"  # in verify frames that carry drafts, and only there
 MAX_NUMBER = 2**31 - 1
 
 _PREFIX = "x-meshnet-"
-_BY_LOWER = {name.lower(): name for name in FRAME_HEADERS}
+_BY_LOWER = {name.lower(): name for name in (*FRAME_HEADERS, DRAFT)}
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _PHASES = {phase.value: phase for phase in Phase}
 _FLAGS = {"on": True, "off": False}
@@ -68,7 +69,10 @@ def encode_frame(frame: Frame) -> tuple[dict[str, str], Body]:
         frame.deadline_ms,
         "on" if frame.cache else "off",
     )
-    return {name: str(value) for name, value in zip(FRAME_HEADERS, values, strict=True)}, frame.body
+    headers = {name: str(value) for name, value in zip(FRAME_HEADERS, values, strict=True)}
+    if frame.draft:
+        headers[DRAFT] = ",".join(map(str, frame.draft))
+    return headers, frame.body
 
 
 def check_protocol(headers: Iterable[tuple[str, str]], protocols: range = PROTOCOLS) -> None:
@@ -118,6 +122,7 @@ def decode_frame(headers: Iterable[tuple[str, str]], body: Body, protocols: rang
         cache=_choice(found, "X-Meshnet-Cache", _FLAGS),
         body=body,
         protocol=_number(found, PROTOCOL),
+        draft=_draft(found),
     )
 
 
@@ -230,6 +235,15 @@ def _number(found: dict[str, str], name: str) -> int:
     if _NUMBER.fullmatch(value) is None or (number := int(value)) > MAX_NUMBER:
         raise BadFrameError(f"{name} must be a whole number from 0 to {MAX_NUMBER}, not {value[:80]!r}")
     return number
+
+
+def _draft(found: dict[str, str]) -> tuple[int, ...]:
+    if DRAFT not in found:
+        return ()
+    parts = found[DRAFT].split(",")
+    if len(parts) > MAX_DRAFT:
+        raise BadFrameError(f"{DRAFT} holds {len(parts)} token ids; a frame drafts at most {MAX_DRAFT}")
+    return tuple(_number({DRAFT: part}, DRAFT) for part in parts)
 
 
 def _choice(found: dict[str, str], name: str, choices: dict[str, ChoiceValue]) -> ChoiceValue:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,6 +147,13 @@ class OpenDocument:
             raise InvalidInputError(f"the field {error.args[0]} is missing") from error
 
 
+class FallBack(enum.StrEnum):
+    """How far a hop's state falls back after a verify frame whose drafts were not all right."""
+
+    ANYWHERE = "anywhere"  # it is cut back to the first draft that was wrong
+    BEGIN = "begin"  # only to where the frame began; what was right of it is sent again
+
+
 @dataclass(frozen=True, slots=True)
 class OpenReply:
     """A hop's yes.
@@ -157,12 +165,14 @@ class OpenReply:
             promise: they may be gone when the first frame comes, which is then answered with a miss.
         snapshots: state here cannot be cut back to an earlier position, so that of a prefix within the prefill a copy
             is kept only where a frame ends at one of the positions in ``keep_at``.
+        verify: how state here falls back after a verify frame; None where such frames are not spoken.
     """
 
     boot: str
     reserved_bytes: int = 0
     held: tuple[int, ...] = ()
     snapshots: bool = False
+    verify: FallBack | None = None
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -170,12 +180,15 @@ class OpenReply:
             "reserved_bytes": self.reserved_bytes,
             **({"held": list(self.held)} if self.held else {}),
             **({"snapshots": True} if self.snapshots else {}),
+            **({} if self.verify is None else {"verify": self.verify.value}),
         }
 
     @classmethod
     def from_wire(cls, document: dict[str, Any]) -> OpenReply:
         held = tuple(int(position) for position in document.get("held", ()))
-        return cls(str(document["boot"]), int(document["reserved_bytes"]), held, bool(document.get("snapshots")))
+        snapshots, way = bool(document.get("snapshots")), document.get("verify")
+        verify = FallBack(way) if way in list(FallBack) else None  # a way of a newer peer's is none that is known here
+        return cls(str(document["boot"]), int(document["reserved_bytes"]), held, snapshots, verify)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from meshnet_core.frames import PROTOCOL_MAX, Frame, Phase
@@ -71,6 +71,11 @@ class EpochFrames:
     def decode(self, position: int, token: int) -> Frame:
         """The newest position, and nothing else."""
         return self._frame(Phase.DECODE, position, (token,), sample=True)
+
+    def verify(self, position: int, tokens: Sequence[int], draft: Sequence[int]) -> Frame:
+        """Tokens of the answer up to the newest one, and drafted ones behind it, sampled after the newest and each."""
+        frame = self._frame(Phase.VERIFY, position, (*tokens, *draft), sample=True)
+        return replace(frame, sample=len(draft) + 1, draft=tuple(draft))
 
     def whole(self, tokens: Sequence[int]) -> Frame:
         """A step of the stateless path."""

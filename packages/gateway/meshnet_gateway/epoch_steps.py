@@ -112,6 +112,6 @@ class EpochSteps:
                     raise
                 retries += 1
                 continue
-            if frame.phase is Phase.DECODE and reply.timings:
+            if frame.phase in {Phase.DECODE, Phase.VERIFY} and reply.timings:
                 self._links.took(first.node_id, 1000 * (self._clock.now() - sent_at), reply.timings[0].total_ms)
             return reply

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 
 from meshnet_core.clock import Clock
@@ -35,10 +35,13 @@ from meshnet_gateway.generation_request import GenerationRequest
 from meshnet_gateway.generation_trace import NO_TRACE, GenerationTrace, Tracing
 from meshnet_gateway.hop_calls import HopCalls
 from meshnet_gateway.mending import Mending
+from meshnet_gateway.ngram_drafter import NgramDrafter
 from meshnet_gateway.place import Place, Routes
 from meshnet_gateway.prefix_memory import PrefixMemory
 from meshnet_gateway.prefix_reuse import PrefixReuse
 from meshnet_gateway.recovery import Replay
+from meshnet_gateway.speculation import OFF, Drafter, Speculate, Speculation
+from meshnet_gateway.step_frames import StepFrames
 from meshnet_gateway.step_times import BothTraces, StepTimes
 from meshnet_gateway.waiting_room import WaitingRoom
 
@@ -63,6 +66,8 @@ class GenerationEngine:
         sleep: waits, in seconds, before another attempt.
         room: where generations wait until nodes have room for them; one of its own if not given.
         tracing: is told where the time of each generation goes; None tells nobody.
+        speculate: how drafts are used, where a request does not say.
+        drafter: makes what drafts a generation.
     """
 
     def __init__(
@@ -78,6 +83,8 @@ class GenerationEngine:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         room: WaitingRoom | None = None,
         tracing: Tracing | None = None,
+        speculate: Speculate = OFF,
+        drafter: Callable[[], Drafter] = NgramDrafter,
     ) -> None:
         self.routes = routes
         self.transport = transport
@@ -86,6 +93,8 @@ class GenerationEngine:
         self.chunk = min(chunk, MAX_CHUNK)
         self.measured = measured
         self.recovery = recovery
+        self.speculate = speculate
+        self.drafter = drafter
         self.blame = BlameMemory(clock)
         self.links = LinkTimes(clock)  # to the nodes that were first hops
         self.sleep = sleep
@@ -117,9 +126,13 @@ class Generation:
         self._arrival = next(engine.arrivals)
         self._answer: list[int] = []
         self._cut: PrefillCut | None = None  # of the newest prefill
+        self._tokens = list(request.prompt_ids)  # and the answer
         self._calls = HopCalls(self.session, engine.transport, engine.sleep)
         self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
         self._exact = (request.recovery or engine.recovery) is Replay.EXACT
+        # Frames of several positions are not those whose bits are promised.
+        speculate = OFF if self._exact else request.speculate or engine.speculate
+        self._speculation = Speculation(speculate, request.stop_ids, engine.drafter())
         self._prefix = PrefixReuse(
             request.prefix, request.prompt_ids, request.stop_ids, exact=self._exact, memory=engine.prefixes
         )
@@ -153,7 +166,7 @@ class Generation:
             await asyncio.shield(asyncio.ensure_future(self._give_back()))
 
     async def _give_back(self) -> None:
-        await self._calls.give_back(self._prefix.left((*self._request.prompt_ids, *self._answer)))
+        await self._calls.give_back(self._prefix.left(self._tokens))
         self._engine.room.freed()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -206,6 +219,7 @@ class Generation:
                     async for event in events:
                         yield event
             except MeshnetError as failure:
+                self._speculation.failed(failure)
                 with self._trace.part("mend"):
                     place.route = await self._mending.after(failure, place.route)
         self._mending.served(place.route)
@@ -227,29 +241,44 @@ class Generation:
             cache=not self._mending.stateless,
             protocol=route.protocol,
         )
+        step_frames = StepFrames(frames, place.way_back)
         async with aclosing(self._first_step(steps, frames, route)) as events:
             async for event in events:
                 if isinstance(event, FrameReply):
                     reply = event
                 else:
                     yield event
+        _check_single(reply)
         while True:
-            token = self._accept(reply)
-            if token is None:
-                return
-            yield token
-            if len(self._answer) >= self._request.max_tokens or self._length >= model.max_positions:
-                self.finish_reason = "length"
+            for token in self._taken(reply, model.max_positions):
+                yield token
+            if self.finish_reason is not None:
                 return
             if reply.draining and await place.moves(reply.draining, route):
                 return
             if await place.returns_to_cache():
                 return
             if self._mending.stateless:
-                frame = frames.whole((*self._request.prompt_ids, *self._answer))
+                reply = await steps.send(frames.whole(self._tokens))
+                _check_single(reply)
+                self._report.stepped(reply)
             else:
-                frame = frames.decode(self._length - 1, self._answer[-1])
-            reply = await steps.send(frame)
+                reply = await self._step(steps, step_frames, model.max_positions)
+
+    async def _step(self, steps: EpochSteps, frames: StepFrames, max_positions: int) -> FrameReply:
+        """The reply to the next step, with as many drafts as pay and as the answer has place for."""
+        left = min(self._request.max_tokens - len(self._answer), max_positions - self._length) - 1
+        draft = self._speculation.drafts(self._tokens, min(left, frames.most_drafts(self._length)))
+        frame = frames.next(self._tokens, draft)
+        began = self._engine.clock.now()
+        reply = await steps.send(frame)
+        frames.took(frame, reply)
+        took_ms = 1000 * (self._engine.clock.now() - began)
+        self._speculation.came(reply, took_ms, positions=frame.seq_len, drafted=len(draft))
+        if frame.seq_len == 1:
+            self._report.stepped(reply)
+        self._report.speculated(self._speculation.drafted, self._speculation.accepted)
+        return reply
 
     async def _first_step(
         self, steps: EpochSteps, frames: EpochFrames, route: Route
@@ -286,20 +315,27 @@ class Generation:
         stages = stages_of(route, snapshot, entry_ms)
         return choose_cut(stages, self._length - self._prefix.begin, engine.chunk)
 
-    def _accept(self, reply: FrameReply) -> SampledToken | None:
-        """The token that a step gave; None if it ends the answer."""
-        if len(reply.tokens) != 1:
-            raise HopFailedError(f"the tail answered with {len(reply.tokens)} tokens to a step that samples one")
-        token = reply.tokens[0]
-        self._mending.token()
-        self._prefix.proven()
-        if token.id in self._request.stop_ids:
-            self.finish_reason = "stop"
-            return None
-        self._answer.append(token.id)
-        self._report.token(reply)
-        return token
+    def _taken(self, reply: FrameReply, max_positions: int) -> Iterator[SampledToken]:
+        """The tokens that a step gave, each taken in, up to the one that ends the answer."""
+        for token in reply.tokens:
+            self._mending.token()
+            self._prefix.proven()
+            if token.id in self._request.stop_ids:
+                self.finish_reason = "stop"
+                return
+            self._answer.append(token.id)
+            self._tokens.append(token.id)
+            self._report.token()
+            yield token
+            if len(self._answer) >= self._request.max_tokens or self._length >= max_positions:
+                self.finish_reason = "length"
+                return
 
     @property
     def _length(self) -> int:
-        return len(self._request.prompt_ids) + len(self._answer)
+        return len(self._tokens)
+
+
+def _check_single(reply: FrameReply) -> None:
+    if len(reply.tokens) != 1:
+        raise HopFailedError(f"the tail answered with {len(reply.tokens)} tokens to a step that samples one")

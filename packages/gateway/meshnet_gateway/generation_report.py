@@ -29,15 +29,15 @@ class GenerationReport:
         self._stateless_tokens = 0
         self._events: list[dict[str, Any]] = []
         self._last_reply: FrameReply | None = None
-        self._epoch_steps = 0
         self._waited_s = 0.0
+        self._drafted = self._accepted = 0
 
     def epoch_began(self, route: Route, *, cached: bool) -> None:
         """All hops of a route have room for a new epoch."""
         self._route = route
         self._epochs += 1
         self._cached = cached
-        self._epoch_steps = 0
+        self._last_reply = None
 
     def failed(self, failure: MeshnetError, action: str, node_id: str | None = None) -> None:
         """A failure happened, at this node where one is to blame, and this was done about it."""
@@ -53,11 +53,17 @@ class GenerationReport:
         """It took this long until nodes had room; 0.0 where they had it at once."""
         self._waited_s += seconds
 
-    def token(self, reply: FrameReply) -> None:
+    def speculated(self, drafted: int, accepted: int) -> None:
+        """So many tokens were drafted up to now, and so many of them were right."""
+        self._drafted, self._accepted = drafted, accepted
+
+    def token(self) -> None:
         """A step gave a token of the answer."""
         self._token_times.append(self._clock.now())
         self._stateless_tokens += not self._cached
-        self._epoch_steps += 1
+
+    def stepped(self, reply: FrameReply) -> None:
+        """A step that carried no drafts, and no prefill, was answered."""
         self._last_reply = reply
 
     def to_json(self) -> dict[str, Any]:
@@ -76,6 +82,8 @@ class GenerationReport:
         }
         if self._stateless_tokens:
             report["stateless_tokens"] = self._stateless_tokens
+        if self._drafted:
+            report["drafted_tokens"], report["accepted_tokens"] = self._drafted, self._accepted
         if waited_s := round(self._waited_s, 3):
             report["waited_s"] = waited_s
         if times:
@@ -89,8 +97,8 @@ class GenerationReport:
                 for at in range(0, len(times) - 1, WINDOW)
                 if at + WINDOW < len(times)
             ]
-        if self._epoch_steps > 1 and self._last_reply is not None:
-            # Body bytes into each hop in the newest step: a token id into the first, hidden states into the others.
+        if self._last_reply is not None:
+            # Body bytes into each hop in that step: a token id into the first, hidden states into the others.
             sent = [timing.sent_bytes for timing in self._last_reply.timings[:-1]]
             first = TOKEN_ID_BYTES * (1 if self._cached else self._prompt_tokens + len(times) - 1)
             report["bytes_per_step"] = [first, *sent]

@@ -8,6 +8,7 @@ from meshnet_core.grammar import Grammar
 from meshnet_core.sampling import SamplingParams
 from meshnet_gateway.prefix_reuse import PrefixWish
 from meshnet_gateway.recovery import Replay
+from meshnet_gateway.speculation import Speculate
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class GenerationRequest:
         recovery: how lost state is made again; None takes the engine's way.
         prefix: what it may take from sessions before it and leave to others; None for neither.
         grammar: what the answer is held to; None leaves it free.
+        speculate: how drafts are used; None takes the engine's way.
         fingerprint: of the model whose tokenizer made the ids; None takes whichever is served under the name.
         profile: tell where the time of its decode steps goes.
     """
@@ -37,5 +39,6 @@ class GenerationRequest:
     recovery: Replay | None = None
     prefix: PrefixWish | None = None
     grammar: Grammar | None = None
+    speculate: Speculate | None = None
     fingerprint: str | None = None
     profile: bool = False

@@ -18,7 +18,7 @@ from meshnet_core.demand import Demand
 from meshnet_core.dtypes import wire_dtype
 from meshnet_core.errors import CacheFullError, MeshnetError
 from meshnet_core.link_times import LinkTimes
-from meshnet_core.open_document import OpenDocument
+from meshnet_core.open_document import FallBack, OpenDocument, OpenReply
 from meshnet_core.route import Route
 from meshnet_gateway.generation_report import GenerationReport
 from meshnet_gateway.generation_request import GenerationRequest
@@ -26,6 +26,7 @@ from meshnet_gateway.generation_trace import NO_TRACE, GenerationTrace
 from meshnet_gateway.hop_calls import HopCalls, StayedError
 from meshnet_gateway.mending import Mending
 from meshnet_gateway.prefix_reuse import PrefixReuse
+from meshnet_gateway.step_frames import fall_back_of
 from meshnet_gateway.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Place:
     Attributes:
         route: the newest, open or not; None asks for a new one.
         epoch: the newest that was to be opened on it; -1 before the first.
+        way_back: how its hops fall back from drafts that were wrong; None where they take none.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Place:
     ) -> None:
         self.route: Route | None = None
         self.epoch = -1
+        self.way_back: FallBack | None = None
         self._engine = engine
         self._model = model
         self._request = request
@@ -165,7 +168,7 @@ class Place:
         except MeshnetError:
             self.route, self.epoch = new, terms.epoch
             raise
-        self._prefix.agree(new, replies)
+        self._agree(new, replies)
         self.route, self.epoch, self._opened, self._move_poll_s = new, terms.epoch, True, MOVE_POLL_S
         logger.info(
             "session %s: %s about to leave -> %s", terms.session, ", ".join(sorted(nodes)), new,
@@ -226,7 +229,11 @@ class Place:
         self.epoch = terms.epoch
         with self._trace.part("open"):
             replies = await self._calls.open(terms)
+        self._agree(route, replies)
+
+    def _agree(self, route: Route, replies: Sequence[OpenReply]) -> None:
         self._prefix.agree(route, replies)
+        self.way_back = fall_back_of(replies)
 
     def _terms(self, route: Route) -> OpenDocument:
         """Those of a new epoch. What a refused open left behind is over, so that each try is an epoch of its own."""

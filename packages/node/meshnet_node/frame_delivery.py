@@ -54,6 +54,13 @@ class FrameDelivery:
 
         The own tokens at the tail, else what the next hop answers to the hidden states.
         """
+        reply = await self._delivered(session, run, outcome, arrived, deadline)
+        session.settle(run, reply)
+        return reply
+
+    async def _delivered(
+        self, session: HopSession, run: Run, outcome: Outcome, arrived: float, deadline: float
+    ) -> FrameReply:
         frame, timing = run.frame, outcome.timing
         position = frame.position + frame.seq_len
         next_hop = session.document.next_hop

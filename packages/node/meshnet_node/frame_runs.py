@@ -119,13 +119,10 @@ class FrameRuns:
         if (known := session.runs.get(frame_key)) is not None:  # a retry, or a twin that came while this one waited
             self._delivery.again(session, known, deadline)
             return known
-        session.accepted = frame.position + frame.seq_len
-        session.received_bytes += len(frame.body)
-        kind = frame.phase.value if frame.cache else "stateless"
-        session.frames[kind] = session.frames.get(kind, 0) + 1
         task = asyncio.create_task(self._run(key, session, frame, frame_key, arrived, deadline))
         run = Run(replace(frame, body=b""), len(frame.body), task)
         self._keep(session, run.task)
+        session.take(frame, run)
         session.remember(frame_key, run)
         session.announce()
         return run
@@ -140,7 +137,7 @@ class FrameRuns:
             return
         give_up = min(deadline, self._clock.now() + EARLY_HOLD_S)
         while (
-            early := frame.position > session.accepted and not session.is_next(frame)
+            early := not session.is_next(frame) and (frame.position > session.accepted or session.verifying is not None)
         ) or session.in_flight >= MAX_QUEUED_FRAMES:
             # Who is next and finds the queue full waits for as long as frames here may take.
             wait_s = (give_up if early else deadline) - self._clock.now()
@@ -194,6 +191,7 @@ class FrameRuns:
             payload=frame.body,
             wire_dtype=session.document.wire_dtype,
             sample=frame.sample if session.is_tail else 0,
+            verify=frame.phase is Phase.VERIFY,
             cancelled=lambda: session.cancelled,
             exact=session.document.exact,
         )
@@ -204,7 +202,7 @@ class FrameRuns:
         def finish(result: ShardResult) -> tuple[ShardResult, tuple[SampledToken, ...], SessionState | None]:
             tokens: tuple[SampledToken, ...] = ()
             if result.logits is not None:
-                tokens = (self._sample_last(session, frame, result.logits),)
+                tokens = self._sampled(session, frame, result.logits)
             session.measure_state()
             return result, tokens, copy_of(session.state) if copied else None
 
@@ -235,13 +233,14 @@ class FrameRuns:
             if not on_lane.done():  # whatever ends this wait ends the session: its frames need not run
                 self._lane.withdraw(turn)
         result, tokens, timing = on_lane.result()
-        shard.measure(
-            len(session.document.hop.layers),
-            frame.seq_len,
-            decode=frame.phase is Phase.DECODE,
-            forward_s=timing.forward_s,
-            now=self._clock.now(),
-        )
+        if frame.phase is not Phase.VERIFY:  # neither a step nor a chunk
+            shard.measure(
+                len(session.document.hop.layers),
+                frame.seq_len,
+                decode=frame.phase is Phase.DECODE,
+                forward_s=timing.forward_s,
+                now=self._clock.now(),
+            )
         hop_timing = HopTiming(
             frame.hop_index,
             queue_ms=1000 * timing.queue_s,
@@ -250,19 +249,33 @@ class FrameRuns:
         )
         return Outcome(result.hidden, tokens, hop_timing)
 
-    def _sample_last(self, session: HopSession, frame: Frame, logits: torch.Tensor) -> SampledToken:
-        """The token after the frame's last position; the history grows by it, so that penalties see it."""
-        position = frame.position + frame.seq_len
-        if len(session.history) != position:
+    def _sampled(self, session: HopSession, frame: Frame, logits: torch.Tensor) -> tuple[SampledToken, ...]:
+        """The tokens after the last positions of the frame, ``logits`` ``[frame.sample, vocab]``.
+
+        Each is chosen as the step of its own would choose it: by the same draw, and with the tokens before it as
+        history, by which alone the history grows. So a draft is right if it is that token, and after the first that is
+        not there is nothing to choose: what came before its position was another text.
+        """
+        if len(session.history) != frame.known:
             raise CacheMissError(
-                f"the tail knows {len(session.history)} token ids, the frame ends at position {position}",
+                f"the tail knows {len(session.history)} token ids, the frame goes on after {frame.known}",
                 reason=MissReason.POSITION_MISMATCH,
             )
+        tokens: list[SampledToken] = []
+        for row, draft in zip(logits, (*frame.draft, None), strict=True):
+            token = self._sample_next(session, row)
+            tokens.append(token)
+            if token.id != draft:
+                break
+        return tuple(tokens)
+
+    def _sample_next(self, session: HopSession, logits: torch.Tensor) -> SampledToken:
+        """The token after all that are known; the history grows by it, so that penalties see it."""
         params, prompt_length = session.document.sampling, session.document.prompt_length
         allowed = None
         if session.constraint is not None:
             allowed = session.constraint.allowed(session.history[prompt_length:], logits.device)
-        token = self._sample(logits[-1], params, session.history, prompt_length, position, allowed)
+        token = self._sample(logits, params, session.history, prompt_length, len(session.history), allowed)
         session.history.append(token.id)
         return token
 
@@ -289,7 +302,8 @@ class FrameRuns:
 
     async def _lease(self, leases: ExitStack, key: SessionKey, session: HopSession, frame: Frame) -> None:
         """Lease the session for a frame, as soon as there is room for it to grow."""
-        room = session.room(frame.position + frame.seq_len)
+        end = frame.position + frame.seq_len
+        room = session.room(end) + (session.snapshot_room(end) if frame.phase is Phase.VERIFY else 0)
         while True:
             try:
                 leases.enter_context(self._store.lease(key, frame.epoch, room))

@@ -260,7 +260,8 @@ class HopService:
 
     def _opened(self, session: HopSession) -> OpenReply:
         held = self._prefixes.offer(session)
-        return OpenReply(self.boot, self._reserve(session), held, self._prefixes.are_copied(session))
+        snapshots = self._prefixes.are_copied(session)
+        return OpenReply(self.boot, self._reserve(session), held, snapshots, session.falls_back)
 
     @staticmethod
     def _reserve(session: HopSession) -> int:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshnet_core.dtypes import TOKEN_ID_BYTES, dtype_bytes
-from meshnet_core.errors import BadFrameError, CacheMissError, MissReason
-from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming, Phase
-from meshnet_core.open_document import OpenDocument
+from meshnet_core.errors import BadFrameError, CacheMissError, HopFailedError, MissReason
+from meshnet_core.frames import MAX_CHUNK, MAX_DRAFT, Frame, FrameReply, HopTiming, Phase
+from meshnet_core.open_document import FallBack, OpenDocument
 from meshnet_core.sampling import SampledToken
 from meshnet_node.constraint import Constraint
 from meshnet_node.session_state import SessionState
@@ -36,11 +36,12 @@ class FrameKey:
     phase: Phase
     sample: int
     body_hash: bytes
+    draft: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, frame: Frame) -> FrameKey:
         digest = hashlib.blake2b(frame.body, digest_size=16).digest()
-        return cls(frame.position, frame.seq_len, frame.phase, frame.sample, digest)
+        return cls(frame.position, frame.seq_len, frame.phase, frame.sample, digest, frame.draft)
 
 
 def check_token_ids(ids: Sequence[int], vocabulary: int) -> None:
@@ -105,6 +106,8 @@ class HopSession:
         frames: how many frames of each kind were run, for people to read.
         offered: positions at which it could begin from prefixes held here, as its gateway was told.
         inherited: where what it began from serves, as far as it was taken: its own state serves there too.
+        verifying: the newest verify frame, until its reply says which drafts were right; nothing else is taken in then.
+        returns_to: where such a frame began, if drafts were wrong and the next frame may begin there again.
     """
 
     document: OpenDocument
@@ -121,6 +124,8 @@ class HopSession:
     state_bytes: int = 0
     offered: frozenset[int] = frozenset()
     inherited: dict[str, int] = field(default_factory=dict)
+    verifying: Run | None = None
+    returns_to: int | None = None
     _measured: int = 0
     _measured_at: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event)
@@ -148,6 +153,16 @@ class HopSession:
         state = self.shard.backend.state_bytes(self.document.hop.layers.start, positions)
         return state + min(positions, KEPT_RUNS * MAX_CHUNK) * width
 
+    def snapshot_room(self, positions: int) -> int:
+        """Bytes that it may hold beside `room` to fall back to a verify frame's beginning, at ``positions``.
+
+        What does not grow without end is what cannot be cut back.
+        """
+        if self.falls_back is not FallBack.BEGIN:
+            return 0
+        backend, start = self.shard.backend, self.document.hop.layers.start
+        return backend.state_bytes(start, positions) - positions * backend.state_bytes_per_position(start)
+
     @property
     def width_in(self) -> int:
         """Bytes of one position of a frame's body: a token id into the first hop, hidden states after it."""
@@ -166,9 +181,48 @@ class HopSession:
         return self.document.next_hop is None
 
     def is_next(self, frame: Frame) -> bool:
-        """Whether ``frame`` goes on where those taken in end, or begins on a prefix held here where none was."""
+        """Whether ``frame`` goes on where those taken in end, or begins on a prefix held here where none was.
+
+        After drafts that were wrong it goes on behind those that were right; or where their frame began, with what was
+        right of it and the one token after that: any other frame that begins there is an older one that comes late.
+        """
+        if self.verifying is not None:
+            return False
+        if self.returns_to is not None and frame.position == self.returns_to:
+            return frame.phase is Phase.VERIFY and frame.known == self.accepted + 1
         begins = frame.phase is Phase.RESUME and self.accepted == 0
-        return begins or frame.position == self.accepted
+        goes_on = self.returns_to is None or self.falls_back is FallBack.ANYWHERE
+        return begins or (goes_on and frame.position == self.accepted)
+
+    @property
+    def falls_back(self) -> FallBack | None:
+        """How its state falls back after a verify frame; None where it takes none."""
+        return None if self.state is None else self.state.way_back(self.document.expected_length)
+
+    def take(self, frame: Frame, run: Run) -> None:
+        """Take in the next frame. Of drafts it is not known yet whether they are right."""
+        self.accepted, self.returns_to = frame.known, None
+        self.verifying = run if frame.phase is Phase.VERIFY else None
+        self.received_bytes += len(frame.body)
+        kind = frame.phase.value if frame.cache else "stateless"
+        self.frames[kind] = self.frames.get(kind, 0) + 1
+
+    def settle(self, run: Run, reply: FrameReply) -> None:
+        """Learn from the reply to a verify frame how many of its drafts were right.
+
+        Raises:
+            HopFailedError: it says so of no number that there can be.
+        """
+        if self.verifying is not run:
+            return
+        frame = run.frame
+        if not 1 <= len(reply.tokens) <= frame.sample:
+            raise HopFailedError(f"{len(reply.tokens)} tokens came after a frame that samples {frame.sample}")
+        right = len(reply.tokens) - 1
+        self.accepted = frame.known + right
+        self.returns_to = None if right == len(frame.draft) else frame.position
+        self.verifying = None
+        self.announce()
 
     @property
     def cancelled(self) -> bool:
@@ -209,12 +263,13 @@ class HopSession:
         """
         if self.state is None:
             return
+        snapshot = self.state.snapshot_bytes
         grown = self.state.position - self._measured_at
         if grown >= MEASURE_EVERY or self._measured_at == 0:
             self._measured_at, self._measured = self.state.position, self.state.nbytes
             grown = 0
         per_position = self.shard.backend.state_bytes_per_position(self.document.hop.layers.start)
-        self.state_bytes = self._measured + grown * per_position
+        self.state_bytes = self._measured + max(0, grown) * per_position + snapshot
 
     def summary(self) -> dict[str, Any]:
         """JSON-ready, for people to read."""
@@ -254,6 +309,8 @@ class HopSession:
                 f"{document.expected_length}"
             )
         self._check_phase(frame)
+        if frame.phase is not Phase.VERIFY and frame.draft:
+            raise BadFrameError(f"a {frame.phase.value} frame carries no draft; verify frames do")
         width = self.width_in
         if len(frame.body) != frame.seq_len * width:
             what = "int32 token ids" if document.hop_index == 0 else f"{document.wire_dtype} hidden states"
@@ -263,10 +320,10 @@ class HopSession:
         if document.hop_index == 0:
             ids = struct.unpack(f"<{frame.seq_len}i", frame.body)
             check_token_ids(ids, self.shard.backend.vocab_size)
+            if frame.draft and ids[-len(frame.draft) :] != frame.draft:
+                raise BadFrameError("the draft must be the last token ids of the body")
 
     def _check_phase(self, frame: Frame) -> None:
-        if frame.phase is Phase.VERIFY:
-            raise BadFrameError("this node does not speak verify frames")
         if not frame.cache:
             if frame.phase is not Phase.PREFILL or frame.position != 0 or frame.sample != 1:
                 raise BadFrameError(
@@ -275,6 +332,9 @@ class HopSession:
             return
         if frame.phase is Phase.DECODE:
             self._check_decode(frame)
+            return
+        if frame.phase is Phase.VERIFY:
+            self._check_verify(frame)
             return
         if frame.phase is Phase.RESUME and frame.position not in self.offered:
             raise BadFrameError(
@@ -289,6 +349,23 @@ class HopSession:
             )
         if frame.sample != int(end == self.document.prefill_length):
             raise BadFrameError("the last prefill chunk samples after its last position, the others do not sample")
+
+    def _check_verify(self, frame: Frame) -> None:
+        """A verify frame carries tokens of the answer and drafts behind them, and samples after the last of each."""
+        if self.falls_back is None:
+            raise BadFrameError("no verify frames are taken here, as open did not say that they are")
+        if frame.position < self.document.prefill_length:
+            raise BadFrameError(
+                f"a verify frame at position {frame.position}, inside the {self.document.prefill_length} to prefill"
+            )
+        if frame.seq_len > MAX_CHUNK or len(frame.draft) > MAX_DRAFT:
+            raise BadFrameError(f"a verify frame carries at most {MAX_CHUNK} positions, {MAX_DRAFT} of them drafted")
+        if not 1 <= frame.sample == len(frame.draft) + 1 <= frame.seq_len:
+            raise BadFrameError(
+                f"a verify frame of {frame.seq_len} positions with {len(frame.draft)} drafts samples "
+                f"{len(frame.draft) + 1} times, not {frame.sample}"
+            )
+        check_token_ids(frame.draft, self.shard.backend.vocab_size)
 
     def _check_decode(self, frame: Frame) -> None:
         """A decode frame carries the newest position, or replays one of the answer with its original boundaries."""

@@ -65,6 +65,8 @@ class ShardWork:
             frame runs. The same object may serve several sessions, at once too.
         exact: the result is to be the same bits whatever else runs: alone, and in one piece. Products of one row and of
             several round differently.
+        verify: the frame holds drafts: ``state`` keeps what it needs to fall back to the frame's first position, which
+            a later frame that begins before the state's end makes it do.
     """
 
     start: int
@@ -77,6 +79,7 @@ class ShardWork:
     cancelled: Callable[[], bool] = never
     held: SessionState | None = None
     exact: bool = False
+    verify: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,8 +338,12 @@ class TorchModelShard:
             raise HopFailedError(f"layers {self.layers} were unloaded before the frame ran")
         if work.held is not None and work.state is not None:
             work.state.begin_from(work.held, work.position)
+        if work.state is not None and not work.state.spoiled and work.state.falls_back_to(work.position):
+            work.state.fall_back(work.position)
         self._check(work)
         inputs = self._read(work)
+        if work.state is not None:
+            _keep_way_back(work.state, work)
         view = self._view(work.start)
         sample = work.sample if self.is_last else 0
         try:
@@ -475,6 +482,13 @@ def _weight_bytes(model: PreTrainedModel) -> int:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _keep_way_back(state: SessionState, work: ShardWork) -> None:
+    if work.verify:
+        state.keep_way_back(work.seq_len)
+    else:
+        state.let_go_of_way_back()
 
 
 def _to_wire(hidden: torch.Tensor, dtype: torch.dtype) -> memoryview:

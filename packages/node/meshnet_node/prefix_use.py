@@ -98,16 +98,19 @@ class PrefixUse:
         prefix, state = session.document.prefix, session.state
         if prefix is None or state is None or not keep or state.spoiled:
             return {}
-        if session.in_flight or session.cancelled or not 0 < state.position == session.accepted:
+        if session.in_flight or session.cancelled or not 0 < session.accepted <= state.position:
             return {}
         positions = {mark.key: mark.position for mark in (*prefix.marks, *keep)}
-        if state.cuts_back():
-            return session.inherited | {key: at for key, at in positions.items() if at <= state.position}
+        if state.cuts_back():  # drafts that were wrong may stand beyond what was accepted
+            return session.inherited | {key: at for key, at in positions.items() if at <= session.accepted}
+        if state.position > session.accepted:
+            return {}
         return {key: at for key, at in positions.items() if at == state.position}
 
     def keep(self, session: HopSession, positions: dict[str, int]) -> None:
         """Hold the state of a session that has left the store, where `left_by` said that it could serve."""
         if positions and session.state is not None:
+            session.state.let_go_of_way_back()
             self._store.keep(_kind(session), positions, session.state)
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from meshnet_core.layer_range import LayerRange
+from meshnet_core.open_document import FallBack
 
 _PLAIN = (int, str, float, bytes, type, torch.device, torch.dtype)
 _DEPTH = 8
@@ -31,16 +33,20 @@ class SessionState:
         position: positions consumed so far.
         cache: transformers' cache object, for the backend alone.
         spoiled: a forward did not finish; no frame may use this state again.
+        snapshot_bytes: of what is kept for `fall_back`, beside `nbytes`.
     """
 
-    __slots__ = ("_nbytes", "cache", "layers", "position", "spoiled")
+    __slots__ = ("_kept", "_nbytes", "_returns_to", "cache", "layers", "position", "snapshot_bytes", "spoiled")
 
     def __init__(self, layers: LayerRange, cache: DynamicCache) -> None:
         self.layers = layers
         self.position = 0
         self.cache = cache
         self.spoiled = False
+        self.snapshot_bytes = 0
         self._nbytes: int | None = None
+        self._returns_to: int | None = None  # the earliest position that it may fall back to; None for nowhere
+        self._kept: dict[int, Any] = {}  # slots as they were there, of those that cannot be cut back
 
     def advance(self, count: int) -> None:
         """Note that a forward of ``count`` positions finished in every layer."""
@@ -94,6 +100,54 @@ class SessionState:
         self.position = position
         self._nbytes = None
 
+    def way_back(self, positions: int) -> FallBack | None:
+        """How a state that may come to ``positions`` falls back after a verify frame; None where it cannot.
+
+        Nothing is known of what a cache class of a family's own holds beside its slots.
+        """
+        if type(self.cache) is not DynamicCache:
+            return None
+        return FallBack.ANYWHERE if self.cuts_back(positions) else FallBack.BEGIN
+
+    @torch.inference_mode()
+    def keep_way_back(self, count: int) -> None:
+        """Before a frame of ``count`` positions: from now on the state may `fall_back` to where it stands.
+
+        Slots that could not be cut back after that are copied.
+        """
+        end = self.position + count
+        slots = self.cache.layers
+        self._kept = {at: _copied_slot(slot) for at, slot in enumerate(slots) if not _cuts_back(slot, end)}
+        self._returns_to = self.position
+        self.snapshot_bytes = sum(tensor.untyped_storage().nbytes() for tensor in walk_tensors(self._kept))
+
+    def let_go_of_way_back(self) -> None:
+        """What the state holds now is right: it need not fall back any more."""
+        self._kept, self._returns_to, self.snapshot_bytes = {}, None, 0
+
+    def falls_back_to(self, position: int) -> bool:
+        """Whether `fall_back` can go there."""
+        if self._returns_to is None or not self._returns_to <= position < self.position:
+            return False
+        return position == self._returns_to or not self._kept
+
+    def fall_back(self, position: int) -> None:
+        """Become the state of the first ``position`` positions again, where `keep_way_back` stood or after that.
+
+        Raises:
+            ValueError: nothing was kept for that, or slots can only go back to where it stood.
+        """
+        if not self.falls_back_to(position):
+            raise ValueError(f"a state of {self.position} positions cannot fall back to {position}")
+        slots: list[Any] = self.cache.layers
+        for at, slot in enumerate(slots):
+            if at in self._kept:
+                slots[at] = self._kept[at]
+            else:
+                slot.crop(position - self.position)
+        self.position, self._nbytes = position, None
+        self.let_go_of_way_back()
+
     def cuts_back(self, positions: int | None = None) -> bool:
         """Whether the state can be cut back to any earlier position, now or once it has come to ``positions``.
 
@@ -126,6 +180,10 @@ def _with_tensors(cache: DynamicCache, made_of: Callable[[torch.Tensor], torch.T
     """A cache object of the same shape, each tensor in it replaced by what is made of it."""
     # deepcopy takes what the memo holds instead of copying it
     return copy.deepcopy(cache, {id(tensor): made_of(tensor) for tensor in walk_tensors(cache)})
+
+
+def _copied_slot(slot: Any) -> Any:
+    return copy.deepcopy(slot, {id(tensor): _compact(tensor) for tensor in walk_tensors(slot)})
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,8 @@ BAD_FRAMES: dict[str, tuple[Frame, str]] = {
     "an id beyond the vocabulary": (replace(GOOD, body=packed([1, 2, VOCAB, 3])), f"id {VOCAB} .* of {VOCAB}"),
     "a negative id": (replace(GOOD, body=packed([1, 2, -1, 3])), "token id -1"),
     "an id of garbage": (replace(GOOD, body=b"\xff\xff\xff\x7f" * 4), "token id 2147483647"),
-    "a phase not spoken": (replace(GOOD, phase=Phase.VERIFY), "verify"),
+    "a draft in a chunk": (replace(GOOD, draft=(5,)), "carries no draft"),
+    "a verify frame in the prompt": (replace(GOOD, phase=Phase.VERIFY), "inside the 12 to prefill"),
     "the cache off": (replace(GOOD, cache=False, position=0), "opened with cache on"),
     "a last chunk that does not sample": (replace(GOOD, sample=0), "the last prefill chunk samples"),
     "two samples": (replace(GOOD, sample=2), "the last prefill chunk samples"),
@@ -132,7 +133,7 @@ async def test_a_chunk_has_at_most_256_positions(line: Line, folder: Path) -> No
         ({"position": 1}, "whole sequence"),
         ({"sample": 0}, "whole sequence"),
         ({"phase": Phase.DECODE}, "whole sequence"),
-        ({"phase": Phase.VERIFY}, "verify"),
+        ({"phase": Phase.VERIFY}, "whole sequence"),
     ],
 )
 async def test_on_the_stateless_path_a_frame_is_a_whole_sequence(
