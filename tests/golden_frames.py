@@ -1,4 +1,4 @@
-"""One prefill and one decode frame with the very headers, bytes and replies they have on the wire.
+"""Frames of each kind with the very headers, bytes and replies they have on the wire.
 
 The worked example of docs/wire-protocol.md is made of these; a test holds the two together. The model is a toy of
 hidden size 4 in bfloat16, so that a body fits a line.
@@ -142,4 +142,46 @@ REPLAY = Golden(
     stream_reply="10000000 02000000 07000000 06010000 00000000",
 )
 
-GOLDEN = {"prefill": PREFILL, "decode": DECODE, "replay": REPLAY}
+# The step after that one with two drafts behind its token (345, 28, 1024), into the first hop: the second is wrong.
+VERIFY = Golden(
+    frame=Frame(
+        session=SESSION,
+        epoch=0,
+        hop_index=0,
+        start_layer=0,
+        phase=Phase.VERIFY,
+        position=262,
+        seq_len=3,
+        sample=3,
+        deadline_ms=30000,
+        cache=True,
+        body=bytes.fromhex("59010000 1c000000 00040000"),
+        draft=(28, 1024),
+    ),
+    headers=(
+        ("X-Meshnet-Protocol", "1"),
+        ("X-Meshnet-Session", SESSION),
+        ("X-Meshnet-Epoch", "0"),
+        ("X-Meshnet-Hop-Index", "0"),
+        ("X-Meshnet-Start-Layer", "0"),
+        ("X-Meshnet-Phase", "verify"),
+        ("X-Meshnet-Position", "262"),
+        ("X-Meshnet-Seq-Len", "3"),
+        ("X-Meshnet-Sample", "3"),
+        ("X-Meshnet-Deadline-Ms", "30000"),
+        ("X-Meshnet-Cache", "on"),
+        ("X-Meshnet-Draft", "28,1024"),
+    ),
+    body_hex="59010000 1c000000 00040000",
+    reply=FrameReply(
+        position=265,
+        tokens=(SampledToken(28), SampledToken(2683)),
+        timings=(HopTiming(0, 0.125, 10.5, 0.0, 22.5, 24), HopTiming(1, 0.125, 10.0, 0.5, 11.0, 0)),
+    ),
+    reply_json=(
+        '{"position":265,"tokens":[{"id":28},{"id":2683}],'
+        '"timings":[[0,0.125,10.5,0.0,22.5,24],[1,0.125,10.0,0.5,11.0,0]]}'
+    ),
+)
+
+GOLDEN = {"prefill": PREFILL, "decode": DECODE, "replay": REPLAY, "verify": VERIFY}

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -121,7 +122,7 @@ class TinyMesh:
         del self.transport.endpoints[url]
         return self.services[url]
 
-    def engine(self, **options: float) -> GenerationEngine:
+    def engine(self, **options: Any) -> GenerationEngine:
         chunk = int(options.pop("chunk", 256))
         time = _SleptClock(self.clock, self.slept)
         return GenerationEngine(self, self.transport, time, chunk=chunk, sleep=self._note_sleep, **options)

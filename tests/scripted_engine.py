@@ -30,6 +30,8 @@ class ScriptedEngine:
     requests: list[GenerationRequest] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)  # sessions, in the order in which they were closed
     cached_tokens: int = 0  # of every generation's report
+    drafted_tokens: int = 0  # likewise
+    accepted_tokens: int = 0
     given: int = 0  # events given out
     waiting: asyncio.Event = field(default_factory=asyncio.Event)  # set when a generation waits within its script
 
@@ -76,7 +78,8 @@ class ScriptedGeneration:
     def report(self) -> dict[str, Any]:
         mode = "cached" if self._request.cache else "stateless"
         told = {"session": self.session, "mode": mode, "recoveries": list(self._engine.recoveries)}
-        return told | {"cached_tokens": self._engine.cached_tokens}
+        made = ("cached_tokens", "drafted_tokens", "accepted_tokens")
+        return told | {name: getattr(self._engine, name) for name in made}
 
     async def aclose(self) -> None:
         await self._events.aclose()

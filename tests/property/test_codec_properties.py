@@ -54,7 +54,9 @@ def test_a_reply_comes_back_as_it_went(reply: FrameReply) -> None:
     assert http_codec.decode_reply(http_codec.encode_json(reply.to_wire()), FrameReply.from_wire) == reply
 
 
-names = st.sampled_from([*http_codec.FRAME_HEADERS, http_codec.BOOT, "x-meshnet-", "Host"]) | st.text(max_size=20)
+names = st.sampled_from([*http_codec.FRAME_HEADERS, http_codec.DRAFT, http_codec.BOOT, "x-meshnet-", "Host"]) | st.text(
+    max_size=20
+)
 values = st.sampled_from([value for _, value in PREFILL.headers]) | st.integers().map(str) | st.text()
 changes = st.lists(st.tuples(st.sampled_from(["set", "add", "drop"]), names, values), max_size=4)
 

@@ -28,6 +28,7 @@ from meshnet_gateway.api import create_app
 from meshnet_gateway.api_errors import from_mesh
 from meshnet_gateway.generation import PrefillProgress
 from meshnet_gateway.recovery import Replay
+from meshnet_gateway.speculation import AUTO, OFF, Speculate
 from meshnet_gateway.text_model import TextModel
 from scripted_engine import FixedMesh, FixedTexts, ScriptedEngine, summary, tokens
 from tiny_tokenizers import byte_level_files
@@ -89,6 +90,24 @@ async def test_health_status_and_figures(model: TextModel) -> None:
     assert f'meshnet_gateway_tokens_total{{kind="prompt"}} {len(model.render_chat(USER))}.0' in metrics.text
     assert "meshnet_gateway_time_to_first_token_seconds_count 1.0" in metrics.text
     assert "meshnet_gateway_active_generations 0.0" in metrics.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"), [("auto", AUTO), ("off", OFF), (5, Speculate(5, always=True)), (None, None)]
+)
+async def test_a_request_says_how_drafts_are_used(model: TextModel, asked: object, used: Speculate | None) -> None:
+    engine = ScriptedEngine(tokens(model.encode("the fox")))
+    await post(app_of(engine, model), messages=USER, meshnet={"speculate": asked})
+    assert engine.requests[0].speculate == used
+
+
+async def test_drafted_tokens_are_counted_and_those_that_were_right(model: TextModel) -> None:
+    engine = ScriptedEngine(tokens(model.encode("the fox")), drafted_tokens=7, accepted_tokens=3)
+    app = app_of(engine, model)
+    await post(app, messages=USER)
+    metrics = (await get(app, "/metrics")).text
+    assert "meshnet_gateway_drafted_tokens_total 7.0" in metrics
+    assert "meshnet_gateway_accepted_tokens_total 3.0" in metrics
 
 
 async def test_recoveries_are_counted_by_error_reason_and_action(model: TextModel) -> None:

@@ -12,18 +12,21 @@ from pathlib import Path
 import pytest
 
 from chaos_transport import ChaosTransport
+from drafters import KnowingDrafter, counted, now_and_then
 from in_process_mesh import MODEL, TinyMesh, random_prompt, reference_greedy, reference_model, tiny_mesh
 from meshnet_core.errors import MissReason
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.prefix_reuse import PrefixWish
 from meshnet_gateway.recovery import Replay
+from meshnet_gateway.speculation import Drafter, Speculate
 from meshnet_node.cache_store import SessionKey
 from prefix_chat import HOLDING
 from tiny_models import save_tiny
 
 AT_ONCE, COUNT = 4, 12
 PROMPTS = [random_prompt(3 + 4 * index, seed=index) for index in range(6)]
+DRAFTS = Speculate(4, always=True)
 HOT = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=5)
 
 
@@ -44,16 +47,18 @@ MIXES = [
 
 
 def requests(count: int) -> list[GenerationRequest]:
-    """Mostly cached, some stateless, some replayed exactly, some sampled; most begin on what others left."""
+    """Mostly cached, some stateless, some replayed exactly, some sampled or with drafts; most begin on what others
+    left."""
     ways = itertools.cycle(
         [
             {},
             {"recovery": Replay.EXACT},
-            {"sampling": HOT},
-            {},
+            {"sampling": HOT, "speculate": DRAFTS},
+            {"speculate": DRAFTS},
             {"sampling": HOT, "recovery": Replay.EXACT},
             {"cache": False},
-            {},
+            {"speculate": DRAFTS},
+            {"sampling": HOT},
         ]
     )
     made = []
@@ -93,9 +98,11 @@ async def expected_answers(folder: Path, ranges: Sequence[str]) -> dict[tuple[tu
     return answers
 
 
-async def storm(mesh: TinyMesh, todo: list[GenerationRequest]) -> tuple[list[list[int]], Counter[str]]:
+async def storm(
+    mesh: TinyMesh, todo: list[GenerationRequest], drafter: Callable[[], Drafter]
+) -> tuple[list[list[int]], Counter[str]]:
     """Answer all of them, a few at a time, every fifth evicted at one hop; what was done about failures, counted."""
-    engine = mesh.engine(chunk=5, step_deadline_s=20)
+    engine = mesh.engine(chunk=5, step_deadline_s=20, drafter=drafter)
     answers: list[list[int]] = [[] for _ in todo]
     done: Counter[str] = Counter()
     queue = list(enumerate(todo))
@@ -114,6 +121,8 @@ async def storm(mesh: TinyMesh, todo: list[GenerationRequest]) -> tuple[list[lis
             answers[index], report = await ids_of(engine, request, evict if index % 5 == 0 else None)
             done.update(event["action"] for event in report["recoveries"])  # type: ignore[attr-defined]
             done["reused"] += bool(report["cached_tokens"])
+            done["drafted"] += int(report.get("drafted_tokens", 0))  # type: ignore[call-overload]
+            done["accepted"] += int(report.get("accepted_tokens", 0))  # type: ignore[call-overload]
 
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
@@ -127,7 +136,8 @@ async def check(mix: Mix, folder: Path, count: int, seed: int) -> tuple[Counter[
     transport = ChaosTransport(seed)
     async with tiny_mesh(folder, mix.ranges, limits=HOLDING, transport=transport, measured=True) as mesh:
         todo = requests(count)
-        answers, done = await storm(mesh, todo)
+        texts = [[*prompt, *answer] for (prompt, _), answer in expected.items()]
+        answers, done = await storm(mesh, todo, lambda: KnowingDrafter(texts, now_and_then, counted))
         for request, answer in zip(todo, answers, strict=True):
             assert answer == expected[request.prompt_ids, request.sampling is HOT]
         await transport.settle()
@@ -147,6 +157,7 @@ async def test_60_generations_in_a_storm_are_all_right(mix: Mix, tmp_path: Path)
     assert all(faults[fault] for fault in ("lost", "reply_lost", "delayed", "doubled", "doubled_late", "cut"))
     assert done["Retry"]
     assert done["RePrefill"] + done["Reroute"]
+    assert done["drafted"] > done["accepted"] > 0
 
 
 @pytest.mark.long

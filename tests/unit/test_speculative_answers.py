@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from drafters import KnowingDrafter, Wrongness, always, never, now_and_then
+from drafters import KnowingDrafter, Wrongness, always, counted, never, now_and_then
 from in_process_mesh import MODEL, TinyMesh, random_prompt, tiny_mesh
 from meshnet_core.errors import MissReason
 from meshnet_core.frames import MAX_DRAFT, Frame, Phase
@@ -55,11 +55,6 @@ HOT = SamplingParams(
 LOOP = SamplingParams(logit_bias=((7, 60.0),))  # says the same for ever
 SAMPLINGS = {"greedy": SamplingParams(logprobs=2), "sampled": replace(HOT, logprobs=2)}
 DRAFTS: dict[str, Wrongness] = {"right": never, "wrong": always, "mixed": now_and_then}
-
-
-def counted(length: int) -> int:
-    """How many tokens a draft has: every number there may be."""
-    return 1 + length * 5 % MAX_DRAFT
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -122,7 +117,7 @@ def knowing(
 ) -> dict[str, Any]:
     """An engine's option: a drafter that knows this answer."""
     text = [*PROMPT, *ids_of(answer)]
-    return {"drafter": lambda: KnowingDrafter(text, wrong, count)}
+    return {"drafter": lambda: KnowingDrafter([text], wrong, count)}
 
 
 def ids_of(tokens: Sequence[SampledToken]) -> list[int]:

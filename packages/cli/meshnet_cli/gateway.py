@@ -17,6 +17,7 @@ import typer
 from meshnet_cli import access, find_trackers, lifeline, mdns, options, renewal, serving, tracing, trust
 from meshnet_core.wire_form import WireForm
 from meshnet_gateway.recovery import Replay
+from meshnet_gateway.speculation import AUTO, Speculate
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -31,6 +32,7 @@ class Api:
     Attributes:
         recovery: how lost state is made again.
         step_deadline_s: time for one step, in seconds.
+        speculate: how drafts are used.
         identity: as which machine of a mesh its calls to nodes and trackers are made; None without certificates.
         keys: that it takes; None lets everybody in.
         traces: where spans of generations are sent; None leaves it to OpenTelemetry's environment variables.
@@ -40,6 +42,7 @@ class Api:
 
     recovery: Replay = Replay.FAST
     step_deadline_s: float = options.DEFAULT_STEP_DEADLINE_S
+    speculate: Speculate = AUTO
     identity: trust.Identity | None = None
     keys: ApiKeys | None = None
     traces: str | None = None
@@ -73,6 +76,7 @@ def gateway(
     port: Annotated[int, options.port("the API")] = options.DEFAULT_GATEWAY_PORT,
     recovery: options.Recovery = Replay.FAST,
     step_deadline: options.StepDeadline = options.DEFAULT_STEP_DEADLINE_S,
+    speculate: options.Speculate = str(AUTO),
     mesh: options.MeshPath = None,
     insecure: options.Insecure = False,
     api_key: options.ApiKeys = None,
@@ -105,7 +109,8 @@ def gateway(
     tls = serving.tls_files(tls_certificate, tls_key)
     front = Front(host, serving.listen(host, port), tls, announce)
     tracing.endpoint_of(traces, {})  # refused before anything begins
-    api = Api(recovery, step_deadline, identity, keys, traces, dashboard, wire)
+    drafts = Speculate.parse(speculate)
+    api = Api(recovery, step_deadline, drafts, identity, keys, traces, dashboard, wire)
     asyncio.run(_serve(options.tracker_urls(tracker), front, api, insecure=insecure))
 
 
@@ -180,6 +185,7 @@ async def api_of(trackers: Sequence[str], api: Api) -> AsyncIterator[FastAPI]:
             recovery=api.recovery,
             step_deadline_s=api.step_deadline_s,
             tracing=traced,
+            speculate=api.speculate,
         )
         app = create_app(engine, TextStore(mesh, session), mesh, room=engine.room, keys=api.keys)
         if traced is not None:

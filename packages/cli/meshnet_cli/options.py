@@ -190,6 +190,16 @@ Wire = Annotated[
     ),
 ]
 
+Speculate = Annotated[
+    str,
+    typer.Option(
+        "--speculate",
+        metavar="auto|off|N",
+        help="Whether tokens are drafted from what the text repeats, and several checked in one round trip: auto where "
+        "it pays, off never, N so many wherever there is a draft.",
+    ),
+]
+
 Dashboard = Annotated[
     bool,
     typer.Option(

@@ -30,7 +30,7 @@ from meshnet_core.errors import InvalidInputError
 
 SHARED = frozenset(
     {"tracker", "url", "mesh", "insecure", "dtype", "quantize", "device", "threads", "cache-bytes"}
-    | {"max-sessions", "session-ttl", "prefix-reuse", "recovery", "step-deadline"}
+    | {"max-sessions", "session-ttl", "prefix-reuse", "recovery", "speculate", "step-deadline"}
 )
 EVERYWHERE = "all"
 _NO_SETTING = {"help", "json", "api-key"}  # keys have a variable of their own; see `access`

@@ -15,6 +15,7 @@ from meshnet_cli.session_limits import DEFAULT_MAX_SESSIONS, DEFAULT_SESSION_TTL
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.layer_range import LayerRange
 from meshnet_gateway.recovery import Replay
+from meshnet_gateway.speculation import AUTO, Speculate
 
 DEFAULT_NODES = 2
 
@@ -56,6 +57,7 @@ def up(
     prefix_reuse: options.PrefixReuse = True,
     recovery: options.Recovery = Replay.FAST,
     step_deadline: options.StepDeadline = options.DEFAULT_STEP_DEADLINE_S,
+    speculate: options.Speculate = str(AUTO),
     dashboard: options.Dashboard = True,
 ) -> None:
     """Start a tracker, nodes and a gateway on this machine, and serve MODEL at /v1."""
@@ -66,7 +68,8 @@ def up(
     try:
         node_options = ("--dtype", dtype.value, "--quantize", quantize.value, "--device", device, *limits.arguments())
         page = "--dashboard" if dashboard else "--no-dashboard"
-        gateway_options = ("--recovery", recovery.value, "--step-deadline", f"{step_deadline:g}", page)
+        drafts = ("--speculate", str(Speculate.parse(speculate)))
+        gateway_options = ("--recovery", recovery.value, "--step-deadline", f"{step_deadline:g}", *drafts, page)
         _up(model, nodes, split, port, node_options, threads, gateway_options, dashboard=dashboard)
     except StoppedError:
         say("stopped")

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from meshnet_core.errors import RequestRefusedError
+from meshnet_core.frames import MAX_DRAFT
 from meshnet_core.sampling import MAX_BIASED_TOKENS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SEED_BITS, SamplingParams
 from meshnet_gateway.api_fields import UNSUPPORTED, Body, Text, neutral_only, null_is
 from meshnet_gateway.api_messages import Messages
@@ -43,13 +44,15 @@ class MeshnetOptions(Body):
 
     ``cache: off`` takes the stateless path: every step runs the whole sequence. ``prefix: off`` begins with nothing
     that earlier requests left, and leaves nothing. ``recovery`` says how state that a node lost is made again, as the
-    gateway's option of that name does for all. ``profile: on`` tells where the time of decode steps goes.
+    gateway's option of that name does for all; so does ``speculate``, of drafts: ``auto``, ``off``, or a number of
+    tokens. ``profile: on`` tells where the time of decode steps goes.
     """
 
     cache: Annotated[_OnOff, null_is("on", _OnOff)] = "on"
     prefix: Annotated[_OnOff, null_is("on", _OnOff)] = "on"
     recovery: Literal["exact", "fast"] | None = None
     profile: Annotated[_OnOff, null_is("off", _OnOff)] = "off"
+    speculate: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=MAX_DRAFT)] | None = None
 
 
 class GenerationFields(Body):

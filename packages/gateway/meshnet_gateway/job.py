@@ -14,6 +14,7 @@ from meshnet_gateway.api_types import GenerationFields
 from meshnet_gateway.generation import GenerationRequest
 from meshnet_gateway.prefix_reuse import PrefixWish
 from meshnet_gateway.recovery import Replay
+from meshnet_gateway.speculation import Speculate
 from meshnet_gateway.text_model import TextModel
 
 
@@ -79,6 +80,7 @@ def make_job(
                     stop_ids=model.stop_ids,
                     cache=fields.meshnet.cache == "on",
                     recovery=Replay(fields.meshnet.recovery) if fields.meshnet.recovery else None,
+                    speculate=None if (told := fields.meshnet.speculate) is None else Speculate.parse(told),
                     grammar=grammar,
                     prefix=prefix,
                     fingerprint=model.fingerprint,

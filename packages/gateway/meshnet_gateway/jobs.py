@@ -122,6 +122,9 @@ class Jobs:
             self._figures.ended(job.endpoint, outcome)
             for event in (event for run in runs for event in run.report().get("recoveries", ())):
                 self._figures.recovered(event)
+            for report in (run.report() for run in runs):
+                self._figures.drafted.inc(report.get("drafted_tokens", 0))
+                self._figures.accepted.inc(report.get("accepted_tokens", 0))
             self._figures.duration.observe(time.monotonic() - began)
             made = sum(run.answer.completion_tokens for run in runs)
             self._figures.tokens.labels("prompt").inc(job.prompt_tokens)

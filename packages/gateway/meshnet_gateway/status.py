@@ -47,6 +47,14 @@ class GatewayFigures:
             ("kind",),
             registry=registry,
         )
+        self.drafted = Counter(
+            "meshnet_gateway_drafted_tokens",
+            "Tokens that were drafted and sent along, to save round trips; they count as no tokens of answers",
+            registry=registry,
+        )
+        self.accepted = Counter(
+            "meshnet_gateway_accepted_tokens", "Drafted tokens that were those of the answer", registry=registry
+        )
         self.recoveries = Counter(
             "meshnet_gateway_recoveries",
             "Failures of hops that answers outlived or died of: the error, a cache miss's reason, what was done",
