@@ -18,8 +18,10 @@ from drafters import KnowingDrafter, Wrongness, always, counted, never, now_and_
 from in_process_mesh import MODEL, TinyMesh, random_prompt, tiny_mesh
 from meshnet_core.errors import MissReason
 from meshnet_core.frames import MAX_DRAFT, Frame, Phase
+from meshnet_core.grammar import Grammar
 from meshnet_core.open_document import FallBack, OpenReply
 from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_gateway.answer_grammar import grammar_of_schema
 from meshnet_gateway.generation import Generation, GenerationRequest
 from meshnet_gateway.prefix_reuse import PrefixWish
 from meshnet_gateway.recovery import Replay
@@ -28,6 +30,7 @@ from meshnet_gateway.step_frames import MOST_AGAIN
 from meshnet_node.cache_store import SessionKey
 from prefix_chat import HOLDING
 from tiny_models import save_tiny
+from tiny_tokenizers import ascii_files
 
 FAMILIES = {
     "llama": ("0-1", "2-3"),
@@ -348,3 +351,25 @@ async def test_left_to_itself_it_drafts_over_a_slow_link_and_not_where_positions
 class _Told:
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=1.5, seed=5)], ids=["greedy", "drawn"]
+)
+async def test_an_answer_that_is_held_to_a_grammar_stays_the_same(tiny_llama: Path, sampling: SamplingParams) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 6}, "kind": {"enum": ["cat", "dog"]}},
+        "required": ["name", "kind"],
+    }
+    stop = 2
+    grammar = Grammar(grammar_of_schema(schema, thinks=False), (stop,))
+    request = asked(sampling, count=90, stop_ids=frozenset({stop}), grammar=grammar)
+    async with tiny_mesh(tiny_llama, FAMILIES["llama"], text_files=ascii_files()) as mesh:
+        plain, _ = await answered(mesh, request)
+        assert len(plain) < 90  # it came to its end
+        for wrong in DRAFTS.values():
+            tokens, report = await answered(mesh, request, Speculate(6, always=True), **knowing(plain, wrong))
+            assert ids_of(tokens) == ids_of(plain)
+            assert report["recoveries"] == []
+            assert report["drafted_tokens"]
