@@ -69,7 +69,7 @@ class _Job(Generic[T]):
         """Whether pieces do the same: state carries on from one to the next, and what is sampled is in the last."""
         work = self.work
         whole_rows = memoryview(work.payload).nbytes % work.seq_len == 0 if work.seq_len > 0 else False
-        return work.state is not None and not work.exact and work.sample <= 1 and whole_rows
+        return work.state is not None and not work.exact and not work.verify and work.sample <= 1 and whole_rows
 
     def piece(self, positions: int) -> ShardWork:
         """The frame, or the next so many positions of it."""

@@ -230,9 +230,11 @@ class TorchModelShard:
     def batch_key(self, work: ShardWork) -> Hashable | None:
         """See :class:`ShardBackend`.
 
-        Decode steps: one position after others, on state, where no layer of the hop stands against it.
+        Decode steps: one position after others, on state, where no layer of the hop stands against it, and no drafts of
+        the frame before.
         """
-        is_step = work.seq_len == 1 and work.position > 0 and work.state is not None and work.held is None
+        is_step = work.seq_len == 1 and work.position > 0 and work.held is None and not work.verify
+        is_step = is_step and work.state is not None and not work.state.has_way_back
         if self.batch_limit == 1 or work.exact or not is_step or work.start not in self.layers:
             return None
         try:

@@ -125,6 +125,11 @@ class SessionState:
         """What the state holds now is right: it need not fall back any more."""
         self._kept, self._returns_to, self.snapshot_bytes = {}, None, 0
 
+    @property
+    def has_way_back(self) -> bool:
+        """Whether the last frame may have been wrong in part, and something is kept for that."""
+        return self._returns_to is not None
+
     def falls_back_to(self, position: int) -> bool:
         """Whether `fall_back` can go there."""
         if self._returns_to is None or not self._returns_to <= position < self.position:
