@@ -101,6 +101,7 @@ bench: dev
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.concurrency
 	$(BIN)/python -m benchmarks.prefix_reuse
+	$(BIN)/python -m benchmarks.slow_links
 	$(BIN)/python -m benchmarks.first_token
 
 docs: dev

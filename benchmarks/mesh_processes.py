@@ -85,9 +85,16 @@ class MeshProcesses:
 
 @contextmanager
 def mesh_processes(
-    model: str, splits: Sequence[str], options: NodeOptions, *, gateway: bool = True
+    model: str,
+    splits: Sequence[str],
+    options: NodeOptions,
+    *,
+    gateway: bool = True,
+    of_node: Sequence[Sequence[str]] = (),
 ) -> Iterator[MeshProcesses]:
     """Start a mesh that serves ``model``, a node for each of ``splits``; all of it is gone when the block is left.
+
+    ``of_node`` holds further arguments of each node's command.
 
     Raises:
         CommandFailedError: a process ended or was not ready in time; it quotes the process's last lines.
@@ -114,6 +121,7 @@ def mesh_processes(
                     "--threads",
                     str(options.threads),
                 ]
+                arguments += of_node[index] if index < len(of_node) else ()
                 nodes.append(children.start(name, arguments, environment))
             started = children.start("gateway", ["gateway", *at_tracker, "--port", "0"]) if gateway else None
             children.wait_ready(*nodes, timeout_s=NODE_TIMEOUT_S)

@@ -26,6 +26,7 @@ from meshnet_core.tracker_client import TrackerClient
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.mesh import Mesh
 from meshnet_gateway.prefix_reuse import PrefixWish
+from meshnet_gateway.speculation import OFF, Speculate
 
 
 class WatchedTransport(HttpTransport):
@@ -42,7 +43,7 @@ class WatchedTransport(HttpTransport):
         self.chunks: list[int] = []
 
     async def forward(self, url: str, frame: Frame) -> FrameReply:
-        if frame.phase is not Phase.DECODE:
+        if frame.phase in {Phase.PREFILL, Phase.RESUME}:
             self.chunks.append(frame.seq_len)
         began = time.perf_counter()
         reply = await super().forward(url, frame)
@@ -68,16 +69,24 @@ class MeshSystem:
         self._engine = engine
         self._transport = transport
 
-    async def run(self, prompt: Sequence[int], new_tokens: int, prefix: PrefixWish | None = None) -> Run:
+    async def run(
+        self,
+        prompt: Sequence[int],
+        new_tokens: int,
+        prefix: PrefixWish | None = None,
+        speculate: Speculate = OFF,
+    ) -> Run:
         """See `System`; the cached path. ``prefix``: what it may take from answers before it, and leave."""
         self._transport.steps.clear()
         self._transport.chunks.clear()
-        times, tokens, report = await self._generate(prompt, new_tokens, cache=True, prefix=prefix)
+        times, tokens, report = await self._generate(prompt, new_tokens, cache=True, prefix=prefix, speculate=speculate)
         facts = {
             "bytes_per_step": report.get("bytes_per_step"),
             "mode": report["mode"],
             "epochs": report["epochs"],
             "cached_tokens": report["cached_tokens"],
+            "drafted_tokens": report.get("drafted_tokens", 0),
+            "accepted_tokens": report.get("accepted_tokens", 0),
             "chunks": list(self._transport.chunks),
             "step_ms": where_a_step_goes(self._transport.steps, times),
         }
@@ -98,10 +107,23 @@ class MeshSystem:
         return {**self._processes.peak_rss(), "driver": own_peak_rss()}
 
     async def _generate(
-        self, prompt: Sequence[int], new_tokens: int, *, cache: bool, prefix: PrefixWish | None = None
+        self,
+        prompt: Sequence[int],
+        new_tokens: int,
+        *,
+        cache: bool,
+        prefix: PrefixWish | None = None,
+        speculate: Speculate = OFF,
     ) -> tuple[list[float], list[int], dict[str, Any]]:
         request = GenerationRequest(
-            self._model, tuple(prompt), new_tokens, SamplingParams(), frozenset(), cache, prefix=prefix
+            self._model,
+            tuple(prompt),
+            new_tokens,
+            SamplingParams(),
+            frozenset(),
+            cache,
+            prefix=prefix,
+            speculate=speculate,
         )
         times: list[float] = []
         tokens: list[int] = []

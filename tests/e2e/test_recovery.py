@@ -12,8 +12,10 @@ import time
 
 import pytest
 
+from drafters import KnowingDrafter, counted, now_and_then
 from meshnet_core.errors import LayersUnavailableError
 from meshnet_gateway.generation import Generation
+from meshnet_gateway.speculation import Speculate
 from node_fleet import NodeFleet
 from recovery_client import (
     COUNT,
@@ -73,6 +75,29 @@ async def test_16_kills_at_random_moments_change_no_token(fleet: NodeFleet) -> N
                 disturbed += 1
             else:  # what was to disturb it came too late
                 duration = took
+            await asyncio.to_thread(fleet.start_again, *killed)
+            await soon_empty(fleet)
+
+
+async def test_nodes_killed_while_drafts_are_checked_change_no_token(fleet: NodeFleet) -> None:
+    async with client_of(fleet) as client:
+        expected = await undisturbed(client)
+        text = [*prompt_of(QUESTION), *expected]
+        engine = client.engine()
+        engine.speculate = Speculate(4, always=True)
+        engine.drafter = lambda: KnowingDrafter([text], now_and_then, counted)
+        for at, which in ((3, 0), (5, 1), (8, 0), (12, 1)):
+            killed: list[str] = []
+
+            async def kill(_: Generation, which: int = which, killed: list[str] = killed) -> None:
+                held = await sessions(fleet)
+                killed.append([name for name in LAYERS if held[name]][which])
+                fleet.kill(killed[0])
+
+            answer = await client.answer(engine=engine, during=at_token(at, kill))
+            assert answer.ids == expected, (at, killed, answer.recoveries)
+            assert answer.report["epochs"] >= 2
+            assert answer.report["drafted_tokens"] > answer.report["accepted_tokens"] > 0
             await asyncio.to_thread(fleet.start_again, *killed)
             await soon_empty(fleet)
 
