@@ -30,6 +30,8 @@ from meshnet_gateway.generation_trace import NO_TRACE, GenerationTrace
 
 _Attributes = Mapping[str, str | int | float | bool]
 
+_STEPS = {Phase.DECODE: "decode step", Phase.VERIFY: "verify step"}
+
 
 class OtelTracing:
     """Makes a trace for each generation, under the span that is current, if there is one.
@@ -95,7 +97,7 @@ class _OtelTrace:
 
     def frame(self, frame: Frame, route: Route, began: float, reply: FrameReply | None) -> None:
         ended = self._clock.now()
-        name = "decode step" if frame.phase is Phase.DECODE else "prefill chunk"
+        name = _STEPS.get(frame.phase, "prefill chunk")
         about = {"meshnet.epoch": frame.epoch, "meshnet.position": frame.position, "meshnet.positions": frame.seq_len}
         span = self._start(name, self._open[-1], began, about)
         if reply is None:
