@@ -12,8 +12,8 @@ NOTES = {
     "best_of": "accepted where it equals `n`; other values are refused",
     "echo": "honoured; refused together with `logprobs`",
     "logprobs": "honoured: natural logarithms under the model's raw logits, before any penalty, bias or grammar",
-    "meshnet": "this API's own: `cache`, `prefix` and `profile` (`on`, `off`), `recovery` (`fast`, `exact`) and `speculate` "
-    "(`auto`, `off`, or 1 to 16 tokens), see below",
+    "meshnet": "this API's own: `cache`, `prefix` and `profile` (`on`, `off`), `recovery` (`fast`, `exact`) and "
+    "`speculate` (`auto`, `off`, or 1 to 16 tokens), see below",
     "min_p": "honoured; not OpenAI's",
     "n": "honoured, with `prompt`s up to 128 answers to a request; each has a seed of its own that follows from `seed`",
     "prompt_cache_key": "honoured: requests with different ones share no prefixes",

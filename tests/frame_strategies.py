@@ -7,7 +7,7 @@ import string
 from hypothesis import strategies as st
 
 from meshnet_core import http_codec
-from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
+from meshnet_core.frames import MAX_DRAFT, Frame, FrameReply, HopTiming, Phase
 from meshnet_core.sampling import SampledToken
 
 numbers = st.integers(0, http_codec.MAX_NUMBER)
@@ -31,6 +31,7 @@ def frames(draw: st.DrawFn) -> Frame:
         deadline_ms=draw(numbers),
         cache=draw(st.booleans()),
         body=draw(st.binary(max_size=64)),
+        draft=draw(st.lists(numbers, max_size=MAX_DRAFT).map(tuple)),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from golden_frames import DECODE, GOLDEN, PREFILL, Golden
+from golden_frames import DECODE, GOLDEN, PREFILL, VERIFY, Golden
 from meshnet_core import stream_codec
 from meshnet_core.errors import (
     BadFrameError,
@@ -42,7 +42,7 @@ def test_a_reply_is_these_bytes(golden: Golden) -> None:
     assert stream_codec.decode_answer(message) == (REQUEST, golden.reply)
 
 
-@pytest.mark.parametrize("golden", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("golden", [PREFILL, DECODE, VERIFY], ids=["prefill", "decode", "verify"])
 def test_the_worked_example_in_the_docs_is_the_golden_frame(golden: Golden) -> None:
     blocks = re.findall(r"```text\n(.*?)\n```", WIRE_DOC.read_text("utf-8"), re.DOTALL)
     assert golden.stream_frame in blocks
@@ -106,7 +106,19 @@ def test_what_is_no_frame_is_refused_with_a_reason(name: str) -> None:
         stream_codec.decode_frame(message)
 
 
-@pytest.mark.parametrize(("more", "reason"), [(b'{"x": 1}', "unknown field 'x'"), (b"[]", "a JSON object")])
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (b'{"x": 1}', "unknown field 'x'"),
+        (b"[]", "a JSON object"),
+        (b'{"draft": 5}', "a list of at most 16"),
+        (b'{"draft": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]}', "a list of at most 16"),
+        (b'{"draft": [1.0]}', "whole numbers"),
+        (b'{"draft": [true]}', "whole numbers"),
+        (b'{"draft": [-1]}', "whole numbers"),
+        (b'{"draft": [2147483648]}', "whole numbers"),
+    ],
+)
 def test_a_field_that_nobody_knows_is_refused(more: bytes, reason: str) -> None:
     body_at = len(GOOD) - len(PREFILL.frame.body)
     message = GOOD[:42] + struct.pack("<H", len(more)) + GOOD[44:body_at] + more + GOOD[body_at:]

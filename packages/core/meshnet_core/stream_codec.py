@@ -23,7 +23,7 @@ from meshnet_core.errors import (
     ProtocolMismatchError,
     TooLargeError,
 )
-from meshnet_core.frames import PROTOCOLS, Frame, FrameReply, HopTiming, Phase
+from meshnet_core.frames import MAX_DRAFT, PROTOCOLS, Frame, FrameReply, HopTiming, Phase
 from meshnet_core.http_codec import MAX_NUMBER, Body, decode_json, decode_reply, encode_json
 from meshnet_core.ids import check_id
 from meshnet_core.sampling import SampledToken
@@ -50,8 +50,9 @@ MAX_HEAD = _FRAME.size + 64 + 0xFFFF  # bytes of a frame besides its body
 def encode_frame(frame: Frame, request: int, deadline_ms: int) -> bytes:
     """A frame as request number ``request`` of its connection, with ``deadline_ms`` in place of its own."""
     session = frame.session.encode("ascii")
+    more = encode_json({"draft": frame.draft}) if frame.draft else b""
     head = _FRAME.pack(
-        _FRAME.size - 4 + len(session) + len(frame.body),
+        _FRAME.size - 4 + len(session) + len(more) + len(frame.body),
         FRAME,
         frame.protocol,
         _PHASE_NUMBERS[frame.phase],
@@ -66,9 +67,9 @@ def encode_frame(frame: Frame, request: int, deadline_ms: int) -> bytes:
         deadline_ms,
         len(session),
         0,
-        0,
+        len(more),
     )
-    return b"".join((head, session, frame.body))
+    return b"".join((head, session, more, frame.body))
 
 
 def decode_frame(message: Body, protocols: range = PROTOCOLS) -> tuple[int, Frame]:
@@ -96,8 +97,7 @@ def decode_frame(message: Body, protocols: range = PROTOCOLS) -> tuple[int, Fram
     body_at = _FRAME.size + session_size + more_size
     if body_at > len(message):
         raise BadFrameError(f"the frame ends within its head: {len(message)} bytes, of {body_at} and a body")
-    if more_size:
-        _refuse_more(message[_FRAME.size + session_size : body_at])
+    draft = _draft(message[_FRAME.size + session_size : body_at]) if more_size else ()
     return request, Frame(
         session=_session(bytes(message[_FRAME.size : _FRAME.size + session_size])),
         epoch=epoch,
@@ -111,6 +111,7 @@ def decode_frame(message: Body, protocols: range = PROTOCOLS) -> tuple[int, Fram
         cache=flags == _CACHE,
         body=memoryview(message)[body_at:],
         protocol=protocol,
+        draft=draft,
     )
 
 
@@ -191,12 +192,19 @@ def _timing(row: tuple[int, ...]) -> HopTiming:
     return HopTiming(hop_index, queue / 1000, forward / 1000, sample / 1000, total / 1000, sent)
 
 
-def _refuse_more(more: Body) -> None:
+def _draft(more: Body) -> tuple[int, ...]:
+    """What few frames have: the token ids of a draft."""
     document = decode_json(more, "what comes after a frame's session")
     if not isinstance(document, dict):
         raise BadFrameError("what comes after a frame's session must be a JSON object")
+    draft = document.pop("draft", [])
     if document:
-        raise BadFrameError(f"unknown field {min(document)[:80]!r} of a frame; this version knows none")
+        raise BadFrameError(f"unknown field {min(document)[:80]!r} of a frame; this version knows draft")
+    if not isinstance(draft, list) or len(draft) > MAX_DRAFT:
+        raise BadFrameError(f"draft must be a list of at most {MAX_DRAFT} token ids")
+    if any(type(token) is not int or not 0 <= token <= MAX_NUMBER for token in draft):
+        raise BadFrameError(f"the token ids of a draft are whole numbers from 0 to {MAX_NUMBER}")
+    return tuple(draft)
 
 
 class MessageBuffer:
