@@ -19,13 +19,14 @@ from benchmarks.figures import WINDOW
 from benchmarks.measurement import Plan, measure
 from benchmarks.mesh_processes import default_threads
 from benchmarks.models import MODELS, prepare
+from benchmarks.peers import PeerOptions, options_of
 from benchmarks.results import publish
 from benchmarks.summary import document
 from benchmarks.table import print_tables
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[list[str], Plan]:
-    """Keys of the models and the plan; ends the program on an option that makes no sense."""
+def parse(arguments: Sequence[str] | None = None) -> tuple[list[str], Plan, PeerOptions | None]:
+    """Keys of the models, the plan, and where wanted peers are; ends the program on an option that makes no sense."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="keys, with commas (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
@@ -40,7 +41,13 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[list[str], Plan]:
         default="0,100,200,400",
         help='of the answer; "" leaves that path out (default: %(default)s)',
     )
-    parser.add_argument("--one-node", action="store_true", help="measure one node with the whole model too")
+    either = argparse.BooleanOptionalAction
+    parser.add_argument("--one-node", action=either, default=True, help="measure one node with the whole model too")
+    parser.add_argument("--packed", action=either, default=True, help="measure a GGUF's blocks as they are too")
+    parser.add_argument("--peers", action="store_true", help="measure llama.cpp RPC and language-pipes too, if found")
+    parser.add_argument("--llama-bin", metavar="DIR", help="with llama-server and ggml-rpc-server (default: the path)")
+    parser.add_argument("--language-pipes", metavar="URL", help="of a running one's OpenAI API, up to /v1")
+    parser.add_argument("--language-pipes-model", metavar="NAME", help="what it calls the model (default: as meshnet)")
     parser.add_argument("--no-gateway", action="store_true", help="leave the idle gateway process out")
     parser.add_argument(
         "--wait-policy",
@@ -63,22 +70,25 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[list[str], Plan]:
         repeats=given.repeats,
         stateless_lengths=tuple(int(length) for length in given.stateless_lengths.split(",") if length),
         one_node=given.one_node,
+        packed=given.packed,
         gateway=not given.no_gateway,
         wait_policy=given.wait_policy,
     )
-    return keys, plan
+    if not given.peers and (given.llama_bin or given.language_pipes or given.language_pipes_model):
+        parser.error("--llama-bin and --language-pipes mean something with --peers alone; give that too")
+    return keys, plan, options_of(vars(given)) if given.peers else None
 
 
 def main() -> None:
     """Measure, and write tables to standard error and a JSON line for each model to standard output."""
-    keys, plan = parse()
+    keys, plan, peers = parse()
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
     for key in keys:
         model = MODELS[key]
         if model.random:
             console.print(f"{model.title}: what it writes means nothing; it takes the time that a real one would")
         prepared = prepare(model, plan.dtype)
-        found = asyncio.run(measure(model, prepared, plan, lambda what: console.print(what, style="dim")))
+        found = asyncio.run(measure(model, prepared, plan, lambda what: console.print(what, style="dim"), peers))
         print_tables(found, console)
         path = publish(key, document(found))
         # In a process of its own: matplotlib's memory must not be counted as the driver's.

@@ -140,6 +140,8 @@ def check_speed(device: str, tokens: int) -> dict[str, Any]:
         new_tokens=tokens,
         repeats=2,
         stateless_lengths=(0, tokens // 2),
+        one_node=False,
+        packed=False,
         gateway=False,  # its libraries may not be there, and it has nothing to do
     )
     model = MODELS[MODEL]

@@ -14,9 +14,11 @@ from benchmarks.generate import generate_system
 from benchmarks.mesh_processes import NodeOptions, mesh_processes
 from benchmarks.mesh_system import MeshSystem, mesh_system
 from benchmarks.models import BenchModel, PreparedModel
+from benchmarks.peers import Absent, PeerOptions, found_peers
 from benchmarks.systems import Run, System
 
 GENERATE, TWO_NODES, ONE_NODE = "generate()", "two nodes, cached", "one node, cached"
+PACKED = "two nodes, packed GGUF"
 WARM_UP_TOKENS = 8
 STATELESS_STEPS = 2  # at each length
 
@@ -31,6 +33,7 @@ class Plan:
         dtype, device, threads: the same for all systems; each node has ``threads`` of its own.
         stateless_lengths: lengths of answer at which a stateless step is timed; none leaves that path out.
         one_node: measure a mesh of one node with the whole model too: what is lost by cutting it.
+        packed: measure two nodes that hold a GGUF's blocks packed too, where the model is one.
         gateway: run an idle gateway beside the nodes, to tell its memory.
         wait_policy: see `NodeOptions`.
     """
@@ -41,7 +44,8 @@ class Plan:
     new_tokens: int
     repeats: int
     stateless_lengths: tuple[int, ...] = (0, 100, 200, 400)
-    one_node: bool = False
+    one_node: bool = True
+    packed: bool = True
     gateway: bool = True
     wait_policy: str = "meshnet"
 
@@ -55,6 +59,7 @@ class Measurement:
         stateless: by length of answer, seconds of single steps, of all repeats.
         peak_rss: by system, most bytes held by each of its processes.
         facts: of the machine and the software.
+        absent: peers that were asked for and are not here, with the reason.
     """
 
     model: BenchModel
@@ -65,18 +70,29 @@ class Measurement:
     stateless: dict[int, list[float]] = field(default_factory=dict)
     peak_rss: dict[str, dict[str, int | None]] = field(default_factory=dict)
     seconds: float = 0.0
+    absent: dict[str, str] = field(default_factory=dict)
 
 
-async def measure(model: BenchModel, prepared: PreparedModel, plan: Plan, tell: Tell) -> Measurement:
+async def measure(
+    model: BenchModel, prepared: PreparedModel, plan: Plan, tell: Tell, peers: PeerOptions | None = None
+) -> Measurement:
     """Start all systems, run them in turns, stop them.
 
-    All stay started throughout and wait for their turns, asleep; which one begins changes with every repeat.
+    All stay started throughout and wait for their turns, asleep; which one begins changes with every repeat. ``peers``:
+    where to find them; None leaves them out.
     """
     began = time.monotonic()
     facts = environment.facts()
     found = Measurement(model, plan, facts, len(prepared.prompt))
     async with AsyncExitStack() as running:
         systems = await _start(model, prepared, plan, tell, running)
+        for peer in [] if peers is None else found_peers(peers, prepared, plan.threads):
+            if isinstance(peer, Absent):
+                tell(f"{model.key}: without {peer.name}: {peer.reason}")
+                found.absent[peer.name] = peer.reason
+                continue
+            tell(f"{model.key}: starting {peer.name}")
+            systems.append(await running.enter_async_context(peer.start()))
         for system in systems:
             tell(f"{model.key}: warming up {system.name}")
             await system.run(prepared.prompt, WARM_UP_TOKENS)
@@ -103,11 +119,15 @@ async def _start(
             generate_system(prepared.folder, dtype=plan.dtype, device=plan.device, threads=plan.threads)
         )
     ]
-    options = NodeOptions(plan.dtype, plan.threads, (plan.device,), plan.wait_policy)
     layers = [split.split("-") for split in model.splits]
     whole = f"{layers[0][0]}-{layers[-1][-1]}"
-    meshes = [(TWO_NODES, model.splits), *([(ONE_NODE, (whole,))] if plan.one_node else [])]
-    for name, splits in meshes:
+    meshes = [(TWO_NODES, model.splits, "none")]
+    if plan.one_node:
+        meshes.append((ONE_NODE, (whole,), "none"))
+    if plan.packed and prepared.gguf is not None and (plan.dtype, plan.device) == ("bfloat16", "cpu"):
+        meshes.append((PACKED, model.splits, "auto"))
+    for name, splits, quantize in meshes:
+        options = NodeOptions(plan.dtype, plan.threads, (plan.device,), plan.wait_policy, quantize)
         tell(f"{model.key}: starting {name}: layers {' and '.join(splits)}")
         processes = running.enter_context(
             mesh_processes(prepared.model, splits, options, gateway=plan.gateway and name == TWO_NODES)

@@ -35,12 +35,14 @@ class NodeOptions:
         devices: torch's name for each node's device; one for all, or one for each.
         wait_policy: ``meshnet`` for what `meshnet up` sets, a key of `WAIT_POLICIES`, or ``spin:N`` for libgomp's
             ``GOMP_SPINCOUNT``.
+        quantize: as for `meshnet node`; ``none`` holds weights in ``dtype`` where the file has them packed.
     """
 
     dtype: str
     threads: int
     devices: tuple[str, ...] = ("cpu",)
     wait_policy: str = "meshnet"
+    quantize: str = "none"
 
     def environment(self, nodes: int) -> dict[str, str]:
         """What is set for each of ``nodes`` nodes.
@@ -115,7 +117,7 @@ def mesh_processes(
                     "--dtype",
                     options.dtype,
                     "--quantize",
-                    "none",
+                    options.quantize,
                     "--device",
                     device,
                     "--threads",

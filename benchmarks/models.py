@@ -52,12 +52,14 @@ class PreparedModel:
         name: what the mesh calls it.
         folder: a Hugging Face folder of the whole model, in ``dtype`` where it was converted.
         prompt: token ids.
+        gguf: the GGUF file that it comes from; None where it is none.
     """
 
     model: str
     name: str
     folder: str
     prompt: tuple[int, ...]
+    gguf: str | None = None
 
 
 QWEN2_SHAPE: dict[str, Any] = {
@@ -132,7 +134,7 @@ def prepare(model: BenchModel, dtype: str) -> PreparedModel:
     if done.returncode != 0:
         raise RuntimeError(f"{model.key} could not be prepared (exit code {done.returncode})")
     found = json.loads(done.stdout.splitlines()[-1])
-    return PreparedModel(found["model"], found["name"], found["folder"], tuple(found["prompt"]))
+    return PreparedModel(found["model"], found["name"], found["folder"], tuple(found["prompt"]), found["gguf"])
 
 
 def _prepare_here(model: BenchModel, dtype: str) -> PreparedModel:
@@ -147,12 +149,14 @@ def _prepare_here(model: BenchModel, dtype: str) -> PreparedModel:
     from tokenizers import Tokenizer  # noqa: PLC0415
 
     from benchmarks.checkpoints import one_file_folder  # noqa: PLC0415
+    from meshnet_node.gguf_conversion import GgufConversion  # noqa: PLC0415
 
     files = open_model(model.key)
     whole = one_file_folder(files.prepare(LayerRange(0, files.num_layers), dtype=dtype))
     tokenizer = Tokenizer.from_str(files.text_files()["tokenizer.json"].decode())
     prompt = tokenizer.encode(CHATML.format(QUESTION), add_special_tokens=False).ids
-    return PreparedModel(model.key, files.name, str(whole), tuple(prompt))
+    gguf = str(files.source.path) if isinstance(files.source, GgufConversion) else None
+    return PreparedModel(model.key, files.name, str(whole), tuple(prompt), gguf)
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from meshnet_core.layer_range import LayerRange
 
 
 def test_without_options_all_models_are_measured_as_documented() -> None:
-    keys, plan = parse([])
+    keys, plan, peers = parse([])
+    assert peers is None
 
     assert keys == ["smollm2", "qwen2-0.5b", "qwen3.5-moe"]
     assert (plan.new_tokens, plan.repeats, plan.dtype) == (512, 3, "bfloat16")
@@ -21,14 +22,21 @@ def test_without_options_all_models_are_measured_as_documented() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--models", "gpt5"], ["--new-tokens", "50"], ["--repeats", "0"], ["--threads", "0"], ["--unknown"]],
+    [
+        ["--models", "gpt5"],
+        ["--new-tokens", "50"],
+        ["--repeats", "0"],
+        ["--threads", "0"],
+        ["--unknown"],
+        ["--llama-bin", "."],
+    ],
 )
 def test_options_that_make_no_sense_end_the_program(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(options)
 
     assert ended.value.code == 2
-    assert options[-1].lstrip("-") in capsys.readouterr().err or options[0] in ("--repeats", "--threads")
+    assert options[-1].lstrip("-") in capsys.readouterr().err or options[0] in ("--repeats", "--threads", "--llama-bin")
 
 
 def test_the_stateless_path_can_be_left_out() -> None:

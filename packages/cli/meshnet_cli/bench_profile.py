@@ -117,7 +117,10 @@ def split_here(
     found = []
     for hop in route:
         layers, dtype = LayerRange.parse(hop["layers"]), str(hop["dtype"])
-        shard = load_shard(files.prepare(layers, dtype=dtype), layers, dtype=dtype, device="cpu")
+        computed, _, held = dtype.partition("+")
+        quantize = "none" if not held else "auto" if files.blocks else held  # as the hop's node was told, or chose
+        folder = files.prepare(layers, dtype=computed, packed=bool(held))
+        shard = load_shard(folder, layers, dtype=computed, device="cpu", quantize=quantize)
         split = profile_steps(shard, position, steps)
         shard.close()
         found.append(

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshnet_core.dtypes import dtype_bytes
+from meshnet_core.dtypes import computed_in, dtype_bytes
 from meshnet_core.frames import MAX_CHUNK
 from meshnet_node.model_backend import ShardWork, TorchModelShard
 
@@ -141,7 +141,7 @@ class _Session:
             body = struct.pack(f"<{length}i", *[_PROMPT_TOKEN] * length)
         else:
             body = bytes(length * shard.hidden_size * dtype_bytes(shard.dtype))
-        work = ShardWork(shard.layers.start, self._state, self._position, length, body, shard.dtype, sample)
+        work = ShardWork(shard.layers.start, self._state, self._position, length, body, computed_in(shard.dtype), sample)
         (result,) = shard.forward([work])
         if isinstance(result, Exception):
             raise result
