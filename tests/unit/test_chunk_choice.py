@@ -66,6 +66,8 @@ def test_stages_are_what_nodes_tell_of_their_layers_and_links() -> None:
         Stage(HOP_MS + 10, 2.5),
     )
     assert stages_of(route, snapshot(nodes[0]), {}) == ()
+    packed = node("b", shard("10-29", dtype="bfloat16+int4", **held))
+    assert stages_of(route, snapshot(nodes[0], packed), {}) == ()  # what a chunk costs there, no decode step tells
     unmeasured = node("a", shard("0-19", decode_ms=None)), node("b", shard("10-29", decode_ms=None))
     assert all(stage.busy_ms(1) + stage.delay_ms > 0 for stage in stages_of(route, snapshot(*unmeasured), {}))
 

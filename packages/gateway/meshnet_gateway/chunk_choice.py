@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from meshnet_core.dtypes import dtype_bytes
+from meshnet_core.dtypes import computed_in, dtype_bytes
 from meshnet_core.frames import MAX_CHUNK
 from meshnet_core.hop_price import DEFAULT_MIB_MS, DEFAULT_PREFILL_SHARE, HOP_MS, decode_ms_of
 from meshnet_core.link_info import MIB
@@ -84,7 +84,9 @@ def prefill_ms(stages: Sequence[Stage], positions: int, chunk: int) -> float:
 def stages_of(route: Route, snapshot: Snapshot, entry_ms: Mapping[str, float]) -> tuple[Stage, ...]:
     """The ways and hops of a route in order, as far as ``snapshot`` knows their nodes; () if it does not know one.
 
-    A decode step reads the same weights as a chunk does, so it is taken for what any chunk costs.
+    A decode step reads the same weights as a chunk does, so it is taken for what any chunk costs. Packed weights are
+    the exception, since chunks unpack them first, at a price that no step tells: of a route with such a shard nothing
+    is known.
 
     Args:
         entry_ms: round trips to nodes that were first hops, by node id.
@@ -95,7 +97,7 @@ def stages_of(route: Route, snapshot: Snapshot, entry_ms: Mapping[str, float]) -
     for hop in route.hops:
         node = nodes.get(hop.node_id)
         shard = None if node is None else _shard_of(node, route, hop)
-        if node is None or shard is None:
+        if node is None or shard is None or shard.dtype != computed_in(shard.dtype):
             return ()
         stages.append(Stage(0.0, 0.0, entry_ms.get(hop.node_id, HOP_MS) / 2) if sender is None else _link(*sender, hop))
         decode_ms = decode_ms_of(node, shard)

@@ -141,7 +141,9 @@ class _Session:
             body = struct.pack(f"<{length}i", *[_PROMPT_TOKEN] * length)
         else:
             body = bytes(length * shard.hidden_size * dtype_bytes(shard.dtype))
-        work = ShardWork(shard.layers.start, self._state, self._position, length, body, computed_in(shard.dtype), sample)
+        work = ShardWork(
+            shard.layers.start, self._state, self._position, length, body, computed_in(shard.dtype), sample
+        )
         (result,) = shard.forward([work])
         if isinstance(result, Exception):
             raise result
