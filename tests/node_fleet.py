@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from free_ports import free_port
 from meshnet_cli.children import Child, Children
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.demand import Demand
 from meshnet_core.route import Route
 from meshnet_gateway.mesh import Mesh
-from process_mesh import START_TIMEOUT_S, free_port
+from process_mesh import START_TIMEOUT_S
 
 GATEWAY = "gateway"
 SETTLE_S = 5.0  # what a test left behind may take so long to go by itself

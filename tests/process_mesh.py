@@ -5,7 +5,6 @@ The generation loop runs in the test itself, over HTTP, so that answers are comp
 
 from __future__ import annotations
 
-import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -145,10 +144,3 @@ async def fetch_json(url: str) -> dict[str, Any]:
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         document: dict[str, Any] = await response.json()
         return document
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from free_ports import free_port
+
 PATIENCE_S = 30.0
 BINARY = shutil.which("redis-server")
 
@@ -76,10 +78,7 @@ class RedisServer:
 @contextmanager
 def redis_server(folder: Path) -> Iterator[RedisServer]:
     """A running server, gone when the block is left."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = int(sock.getsockname()[1])
-    server = RedisServer(folder, port)
+    server = RedisServer(folder, free_port())
     server.start()
     try:
         yield server

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from free_ports import free_port
 from meshnet_core.sampling import SamplingParams
-from process_mesh import Answer, MeshClient, ProcessMesh, fetch_json, free_port, mesh_client, process_mesh
+from process_mesh import Answer, MeshClient, ProcessMesh, fetch_json, mesh_client, process_mesh
 from smollm2 import HIDDEN_SIZE, gguf_path, reference_model, reference_tokenizer
 from wire_tap import wire_tap
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from free_ports import free_port
 from in_process_mesh import reference_greedy, reference_model
 from meshnet_cli.chat_stream import Ended, Gateway, Text
 from meshnet_cli.children import Child, Children
-from process_mesh import START_TIMEOUT_S, fetch_json, free_port
+from process_mesh import START_TIMEOUT_S, fetch_json
 from redis_server import RedisServer, needs_redis, redis_server
 from tiny_models import save_tiny
 from tiny_tokenizers import ascii_files

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from announcements import node, shard, snapshot
+from free_ports import free_port
 from meshnet_core.clock import ManualClock
 from meshnet_core.demand import Demand
 from meshnet_core.errors import LayersUnavailableError, ModelNotFoundError, TrackerUnreachableError
@@ -246,17 +247,12 @@ async def healthz(answer: Callable[[], web.StreamResponse]) -> AsyncIterator[str
         yield url
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def status_of(mesh: Mesh, tracker: FakeTracker, url: str) -> dict[str, Any]:
     tracker.known = snapshot(node("a", "0-14", url=url, sessions=3, state_bytes=7))
     (told,) = (await mesh.status())["nodes"]
     assert (told["node"], told["url"]) == ("a", url)
-    assert told["layers"] == [{"model": "m", "layers": "0-14", "dtype": "float32", "loaded": True, "decode_ms": 1.0}]
+    shown = {"model": "m", "fingerprint": "f1", "layers": "0-14", "dtype": "float32", "loaded": True, "decode_ms": 1.0}
+    assert told["layers"] == [shown]
     return dict(told)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from meshnet_core.frames import PROTOCOLS
-
 if TYPE_CHECKING:
-    from meshnet_core.demand import Demand
     from meshnet_core.route import Route
     from meshnet_tracker.directory import Directory
+    from meshnet_tracker.tracker_requests import RouteQuestion
     from meshnet_tracker.worker import Worker
 
 
@@ -27,17 +25,9 @@ class RouteDesk:
         self._worker = worker
         self._turn = asyncio.Lock()
 
-    async def plan(
-        self,
-        model: str,
-        excluded: frozenset[str] = frozenset(),
-        fingerprint: str | None = None,
-        protocols: range = PROTOCOLS,
-        demand: Demand | None = None,
-    ) -> Route:
+    async def plan(self, question: RouteQuestion) -> Route:
         """As `Directory.plan`, its errors included."""
         async with self._turn:
-            planning = self._directory.planning(model, excluded, fingerprint, protocols, demand)
-            route = await self._worker.run(planning)
+            route = await self._worker.run(self._directory.planning(*question))
             self._directory.took(route)
             return route

@@ -118,7 +118,7 @@ def create_app(
 
     async def route(request: web.Request) -> web.Response:
         query(request)
-        planned = await routes.plan(*route_request(await json_of(request)))
+        planned = await routes.plan(route_request(await json_of(request)))
         metrics.routes_planned.inc()
         return web.json_response(planned.to_wire())
 

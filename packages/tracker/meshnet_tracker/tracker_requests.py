@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshnet_core.demand import Demand
 from meshnet_core.errors import InvalidInputError
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
 MAX_PROTOCOLS = 16  # versions in one request for a route: each is planned for
 MAX_EXCLUDED = 1000  # nodes in one request for a route
+
+
+class RouteQuestion(NamedTuple):
+    """For which route somebody asks; fields as `Directory.plan` takes them."""
+
+    model: str
+    excluded: frozenset[str]
+    fingerprint: str | None
+    protocols: range
+    demand: Demand | None
 
 
 def query(request: web.Request, *known: str) -> dict[str, str]:
@@ -50,13 +60,13 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
 
-def route_request(document: Any) -> tuple[str, frozenset[str], str | None, range, Demand | None]:
+def route_request(document: Any) -> RouteQuestion:
     if not isinstance(document, dict):
         raise InvalidInputError('a request for a route is a JSON object such as {"model": "smollm2", "excluded": []}')
     if unknown := set(document) - {"model", "excluded", "fingerprint", "protocol_min", "protocol_max", "demand"}:
         raise InvalidInputError(f"unknown fields in the request for a route: {', '.join(sorted(unknown))[:200]}")
     excluded = items(document, "excluded", most=MAX_EXCLUDED) if "excluded" in document else []
-    return (
+    return RouteQuestion(
         text(document, "model"),
         frozenset(check_id(node_id, "an excluded node's id") for node_id in excluded),
         text(document, "fingerprint") if "fingerprint" in document else None,
