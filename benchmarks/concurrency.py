@@ -1,11 +1,12 @@
-"""Eight clients at once over two nodes: their tokens per second together, by one client's alone.
+"""Many clients at once over two nodes: their tokens per second together, by one client's alone; and beside a prefill.
 
-    python -m benchmarks.concurrency [--clients 8] [--new-tokens 64] [--repeats 3]
+    python -m benchmarks.concurrency [--clients 1,2,4,8,16] [--new-tokens 64] [--repeats 3] [--others 7]
 
-fp32 SmolLM2, one thread a node, different prompts, two of them after the same long system prompt. While one node works
-on one session, the other works on another; what one client leaves idle, several use. The same requests are made one
-after the other, by one client, and all at once; speeds are all tokens by the time from the first request to the last
-token, prefills included, and every answer is compared with the one that its prompt gets alone.
+SmolLM2, one thread a node, different prompts, two of the most clients' after the same long system prompt. While one
+node works on some sessions the other works on others, and steps that wait at a node together run in one forward, which
+reads the weights once for all. In each repeat one client makes its request, then so many at once; speeds are all tokens
+by the time from the first request to the last token, prefills included, and every answer is compared with the one that
+its prompt gets alone. Then a long prompt is sent while others decode (`benchmarks.prefill_beside`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,14 +24,16 @@ from rich.table import Table
 
 from benchmarks import environment
 from benchmarks.busy import QUIET_CORES, BusyWatch
-from benchmarks.figures import Spread, agreement, ratios
+from benchmarks.figures import Spread, agreement, mean_batch, ratios
 from benchmarks.mesh_processes import NodeOptions, mesh_processes
 from benchmarks.mesh_system import MeshSystem, mesh_system
 from benchmarks.models import MODELS, prepare
+from benchmarks.prefill_beside import Beside, measure_beside
 from benchmarks.results import publish
 from benchmarks.systems import Run
 
-SPEED_TARGET = 1.5  # eight clients together, by one alone
+SPEED_TARGET = 4.0  # eight clients together, by one alone
+TARGET_CLIENTS = 8
 MODEL = "smollm2"
 SYSTEM_PROMPT_TOKENS = 200
 WARM_UP_TOKENS = 8
@@ -38,14 +42,26 @@ Prompt = tuple[int, ...]
 
 @dataclass(slots=True)
 class Found:
-    """Tokens per second of each repeat, the first tokens' waits, and how far answers agree with those given alone."""
+    """Of each repeat, by the number of clients.
 
-    alone: list[float] = field(default_factory=list)
-    together: list[float] = field(default_factory=list)
-    ttft_s: list[float] = field(default_factory=list)
-    same_tokens: list[int] = field(default_factory=list)
+    Attributes:
+        speed: tokens per second together.
+        ttft_s: first tokens' waits.
+        same_tokens: in how many tokens answers agree with those given alone.
+        frames: decode steps in one forward, the mean over all nodes.
+    """
+
+    speed: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    ttft_s: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    same_tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    frames: defaultdict[int, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(dict))
+    beside: Beside | None = None
     busy_elsewhere: float = 0.0
     peak_rss: dict[str, int | None] = field(default_factory=dict)
+
+    def ratio(self, clients: int) -> Spread:
+        """So many clients' speed by one's, within each repeat."""
+        return ratios(self.speed[clients], self.speed[1])
 
 
 def prompts_of(prompt: Prompt, clients: int) -> list[Prompt]:
@@ -59,25 +75,28 @@ def prompts_of(prompt: Prompt, clients: int) -> list[Prompt]:
     return [*turned[:-2], *(system + own for own in turned[-2:])]
 
 
-async def measure(mesh: MeshSystem, prompts: list[Prompt], new_tokens: int, repeats: int, console: Console) -> Found:
-    """In turns: each prompt after the other, then all at once."""
+async def measure(mesh: MeshSystem, prompts: list[Prompt], arguments: argparse.Namespace, console: Console) -> Found:
+    """In turns: one client, then two, ...; and the long prefill beside others."""
     found = Found()
-    tokens = new_tokens * len(prompts)
-    await mesh.run(prompts[0], WARM_UP_TOKENS)
+    new_tokens, repeats = arguments.new_tokens, arguments.repeats
     with BusyWatch() as busy:
+        console.print("each prompt alone", style="dim")
+        alone = [await mesh.run(prompt, new_tokens) for prompt in prompts]
         for repeat in range(repeats):
-            console.print(f"repeat {repeat + 1} of {repeats}: one client", style="dim")
-            began = time.perf_counter()
-            alone = [await mesh.run(prompt, new_tokens) for prompt in prompts]
-            found.alone.append(tokens / (time.perf_counter() - began))
-            console.print(f"repeat {repeat + 1} of {repeats}: {len(prompts)} clients", style="dim")
-            began = time.perf_counter()
-            together: list[Run] = await asyncio.gather(*(mesh.run(prompt, new_tokens) for prompt in prompts))
-            found.together.append(tokens / (time.perf_counter() - began))
-            found.ttft_s.extend(run.times.ttft_s for run in together)
-            found.same_tokens.extend(
-                agreement(one.tokens, other.tokens) for one, other in zip(together, alone, strict=True)
-            )
+            for clients in arguments.clients:
+                console.print(f"repeat {repeat + 1} of {repeats}: clients: {clients}", style="dim")
+                before = mesh.batches()
+                began = time.perf_counter()
+                given: list[Run] = await asyncio.gather(*(mesh.run(prompt, new_tokens) for prompt in prompts[:clients]))
+                found.speed[clients].append(clients * new_tokens / (time.perf_counter() - began))
+                for node, after in mesh.batches().items():
+                    found.frames[clients].setdefault(node, []).append(mean_batch(before[node], after))
+                found.ttft_s[clients].extend(run.times.ttft_s for run in given)
+                found.same_tokens[clients].extend(
+                    agreement(one.tokens, other.tokens) for one, other in zip(given, alone, strict=False)
+                )
+        if arguments.others:
+            found.beside = await measure_beside(mesh, prompts[: arguments.others], repeats, console)
     found.busy_elsewhere = busy.elsewhere
     found.peak_rss = mesh.peak_rss()
     return found
@@ -89,42 +108,62 @@ def document(found: Found, arguments: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "concurrency",
         "model": MODEL,
         "dtype": arguments.dtype,
-        "clients": arguments.clients,
         "new_tokens": arguments.new_tokens,
         "threads": arguments.threads,
         "environment": environment.facts(),
-        "one_client_tokens_per_s": Spread.of(found.alone).to_json(),
-        "all_clients_tokens_per_s": Spread.of(found.together).to_json(),
-        "ratio": ratios(found.together, found.alone).to_json(),
-        "first_token_s": Spread.of(found.ttft_s).to_json(),
-        "same_tokens_as_alone": min(found.same_tokens),
+        "clients": {
+            str(clients): {
+                "tokens_per_s": Spread.of(found.speed[clients]).to_json(),
+                "ratio": found.ratio(clients).to_json(),
+                "first_token_s": Spread.of(found.ttft_s[clients]).to_json(),
+                "steps_in_one_forward": {
+                    node: Spread.of(means).to_json() for node, means in found.frames[clients].items()
+                },
+                "same_tokens_as_alone": min(found.same_tokens[clients]),
+            }
+            for clients in arguments.clients
+        },
+        "target": {"clients": TARGET_CLIENTS, "ratio": SPEED_TARGET},
+        "prefill": None if found.beside is None else found.beside.to_json(),
         "busy_elsewhere": round(found.busy_elsewhere, 2),
-        "target": SPEED_TARGET,
         "peak_rss": found.peak_rss,
     }
 
 
-def print_table(found: Found, arguments: argparse.Namespace, console: Console) -> None:
+def print_tables(found: Found, arguments: argparse.Namespace, console: Console) -> None:
     """The figures for people."""
-    table = Table(
-        title=f"{arguments.clients} clients at once, SmolLM2 {arguments.dtype}, "
-        f"two nodes of {arguments.threads} thread each"
+    table = Table(title=f"SmolLM2 {arguments.dtype}, two nodes of {arguments.threads} thread each, clients at once")
+    titles = (
+        "clients",
+        "tokens/s together",
+        "by one client's",
+        "steps in one forward",
+        "first token, s",
+        "same tokens",
     )
-    table.add_column("figure")
-    table.add_column("median (least-greatest)", justify="right")
-    table.add_row("one client, one answer after the other, tokens/s", Spread.of(found.alone).shown())
-    table.add_row("all clients, tokens/s together", Spread.of(found.together).shown())
-    table.add_row("all clients, first token, s", Spread.of(found.ttft_s).shown())
+    for title in titles:
+        table.add_column(title, justify="right")
+    for clients in arguments.clients:
+        frames = " / ".join(Spread.of(means).shown(1) for means in found.frames[clients].values())
+        table.add_row(
+            str(clients),
+            Spread.of(found.speed[clients]).shown(),
+            found.ratio(clients).shown(),
+            frames,
+            Spread.of(found.ttft_s[clients]).shown(),
+            f"{min(found.same_tokens[clients])} of {arguments.new_tokens}",
+        )
     console.print(table)
-    ratio = ratios(found.together, found.alone)
-    verdict = "reached" if ratio.median >= SPEED_TARGET else "MISSED"
-    console.print(f"all together by one client: {ratio.shown()}; asked: {SPEED_TARGET}: {verdict}")
+    if TARGET_CLIENTS in arguments.clients:
+        ratio = found.ratio(TARGET_CLIENTS)
+        verdict = "reached" if ratio.median >= SPEED_TARGET else "MISSED"
+        console.print(f"{TARGET_CLIENTS} clients by one: {ratio.shown()}; asked: {SPEED_TARGET}: {verdict}")
+    if found.beside is not None:
+        found.beside.print(console)
     if found.busy_elsewhere > QUIET_CORES:
         console.print(
             f"DOUBTFUL: {found.busy_elsewhere:.2f} cores did other work meanwhile; measure on a quiet machine"
         )
-    same = min(found.same_tokens)
-    console.print(f"tokens equal to the answer given alone: at least {same} of {arguments.new_tokens}")
 
 
 async def run(arguments: argparse.Namespace, console: Console) -> Found:
@@ -134,24 +173,41 @@ async def run(arguments: argparse.Namespace, console: Console) -> Found:
     options = NodeOptions(arguments.dtype, arguments.threads)
     with mesh_processes(prepared.model, model.splits, options, gateway=False) as processes:
         async with mesh_system("two nodes", prepared.name, processes) as mesh:
-            prompts = prompts_of(prepared.prompt, arguments.clients)
-            return await measure(mesh, prompts, arguments.new_tokens, arguments.repeats, console)
+            prompts = prompts_of(prepared.prompt, max(3, *arguments.clients, arguments.others))
+            await mesh.run(prompts[0], WARM_UP_TOKENS)
+            return await measure(mesh, prompts, arguments, console)
+
+
+def _numbers(text: str) -> list[int]:
+    """``1,2,8`` as numbers that rise from 1."""
+    numbers = sorted({int(part) for part in text.split(",")})
+    if numbers[0] != 1:
+        raise argparse.ArgumentTypeError("the first number of clients is 1, which the others are compared with")
+    return numbers
 
 
 def main() -> None:
     """Measure, and write a table to standard error and a JSON line to standard output."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.concurrency", description=__doc__.partition("\n")[0])
-    parser.add_argument("--clients", type=int, default=8, help="default: %(default)s")
+    parser.add_argument(
+        "--clients", type=_numbers, default="1,2,4,8,16", help="how many at once, 1 first (default: %(default)s)"
+    )
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--others",
+        type=int,
+        default=7,
+        help="who decode beside a long prefill; 0 leaves that out (default: %(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=1, help="of each node (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args()
-    if arguments.clients < 3 or arguments.new_tokens < 2 or arguments.repeats < 1:
-        parser.error("--clients is at least 3, --new-tokens 2 and --repeats 1")
+    if arguments.new_tokens < 2 or arguments.repeats < 1 or arguments.others < 0:
+        parser.error("--new-tokens is at least 2, --repeats 1 and --others 0")
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
     found = asyncio.run(run(arguments, console))
-    print_table(found, arguments, console)
+    print_tables(found, arguments, console)
     publish("concurrency", document(found, arguments))
 
 

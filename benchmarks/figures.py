@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -147,6 +147,18 @@ class TokenTimes:
             "retention": round(self.retention, 4),
             "windows": [round(value, 3) for value in self.windows()],
         }
+
+
+def mean_batch(before: Mapping[int, int], after: Mapping[int, int]) -> float:
+    """Frames by forward between two counts of frames in one forward -> how often; 0 where none ran."""
+    ran = {frames: count - before.get(frames, 0) for frames, count in after.items()}
+    forwards = sum(ran.values())
+    return sum(frames * count for frames, count in ran.items()) / forwards if forwards else 0.0
+
+
+def speed_between(times: Iterable[float], start: float, stop: float) -> float:
+    """Tokens per second between two moments, from when each token came."""
+    return sum(start <= at < stop for at in times) / (stop - start)
 
 
 def rate(times: Sequence[float]) -> float:

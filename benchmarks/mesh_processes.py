@@ -69,11 +69,13 @@ class MeshProcesses:
     Attributes:
         tracker_url: where the nodes are registered.
         api_url: the gateway's API; None where there is no gateway.
+        node_urls: of each node, by its name.
     """
 
     def __init__(self, tracker: Child, gateway: Child | None, nodes: Sequence[Child]) -> None:
         self.tracker_url = str(tracker.url)
         self.api_url = gateway.url if gateway is not None else None
+        self.node_urls = {node.name: str(node.url) for node in nodes}
         self._children = [tracker, *([gateway] if gateway is not None else []), *nodes]
 
     def peak_rss(self) -> dict[str, int | None]:

@@ -6,8 +6,11 @@ since random-weight models have none and `generate()` has none to do either.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -91,6 +94,29 @@ class MeshSystem:
             "step_ms": where_a_step_goes(self._transport.steps, times),
         }
         return Run(TokenTimes(tuple(times)), tuple(tokens), facts)
+
+    async def token_times(self, prompt: Sequence[int], new_tokens: int, over: asyncio.Event) -> AsyncIterator[float]:
+        """Answer until ``over`` is set, or for so many tokens: when each token came, by `time.perf_counter`."""
+        request = GenerationRequest(self._model, tuple(prompt), new_tokens, SamplingParams())
+        generation = self._engine.start(request)
+        try:
+            async with aclosing(aiter(generation)) as events:
+                async for event in events:
+                    if isinstance(event, SampledToken):
+                        yield time.perf_counter()
+                    if over.is_set():
+                        return
+        finally:
+            await generation.aclose()
+
+    def batches(self) -> dict[str, dict[int, int]]:
+        """How many decode steps ran in one forward -> how often, of each node since its start."""
+        found = {}
+        for name, url in self._processes.node_urls.items():
+            with urllib.request.urlopen(f"{url}/healthz", timeout=30) as answer:  # noqa: S310  our own nodes
+                told = json.load(answer)["batches"]
+            found[name] = {int(frames): int(count) for frames, count in told.items()}
+        return found
 
     async def stateless_step_s(self, sequence: Sequence[int], steps: int) -> list[float]:
         """Seconds of each of ``steps`` stateless steps, which run the whole sequence; ``sequence`` is the first's.
