@@ -2,11 +2,11 @@
 
     python -m benchmarks.concurrency [--clients 1,2,4,8,16] [--new-tokens 64] [--repeats 3] [--others 7]
 
-SmolLM2, one thread a node, different prompts, two of the most clients' after the same long system prompt. While one
-node works on some sessions the other works on others, and steps that wait at a node together run in one forward, which
-reads the weights once for all. In each repeat one client makes its request, then so many at once; speeds are all tokens
-by the time from the first request to the last token, prefills included, and every answer is compared with the one that
-its prompt gets alone. Then a long prompt is sent while others decode (`benchmarks.prefill_beside`).
+SmolLM2, one thread a node, different prompts of one length. While one node works on some sessions the other works on
+others, and steps that wait at a node together run in one forward, which reads the weights once for all. In each repeat
+one client makes its request, then so many at once; speeds are all tokens by the time from the first request to the last
+token, prefills included, and every answer is compared with the one that its prompt gets alone. Then a long prompt is
+sent while others decode (`benchmarks.prefill_beside`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from benchmarks.systems import Run
 SPEED_TARGET = 4.0  # eight clients together, by one alone
 TARGET_CLIENTS = 8
 MODEL = "smollm2"
-SYSTEM_PROMPT_TOKENS = 200
 WARM_UP_TOKENS = 8
 Prompt = tuple[int, ...]
 
@@ -65,14 +64,12 @@ class Found:
 
 
 def prompts_of(prompt: Prompt, clients: int) -> list[Prompt]:
-    """One prompt for each client, all different; the last two begin with the same long text.
+    """One prompt for each client, all different and of one length.
 
     Args:
         prompt: a real prompt, whose tokens are the material: turned by some places, it is another prompt.
     """
-    turned = [prompt[index:] + prompt[:index] for index in range(clients)]
-    system = (prompt * (SYSTEM_PROMPT_TOKENS // len(prompt) + 1))[:SYSTEM_PROMPT_TOKENS]
-    return [*turned[:-2], *(system + own for own in turned[-2:])]
+    return [prompt[index:] + prompt[:index] for index in range(clients)]
 
 
 async def measure(mesh: MeshSystem, prompts: list[Prompt], arguments: argparse.Namespace, console: Console) -> Found:
@@ -173,7 +170,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> Found:
     options = NodeOptions(arguments.dtype, arguments.threads)
     with mesh_processes(prepared.model, model.splits, options, gateway=False) as processes:
         async with mesh_system("two nodes", prepared.name, processes) as mesh:
-            prompts = prompts_of(prepared.prompt, max(3, *arguments.clients, arguments.others))
+            prompts = prompts_of(prepared.prompt, max(*arguments.clients, arguments.others))
             await mesh.run(prompts[0], WARM_UP_TOKENS)
             return await measure(mesh, prompts, arguments, console)
 

@@ -80,7 +80,7 @@ async def test_answers_given_at_once_are_those_given_one_after_the_other(folder:
         gathering = gather(mesh, len(wanted))
         at_once = await asyncio.gather(*(mesh.answer(prompt, COUNT, params) for prompt, params in wanted))
         assert gathering.gathered.is_set()
-        assert max(lane_of(mesh, 0).batches) >= len(wanted) - 1  # all but the one that was held
+        assert max(lane_of(mesh, 0).batches) >= len(wanted) / 2  # the others are at the other hop then
         for (tokens, report), expected in zip(at_once, singly, strict=True):
             assert [(token.id, token.logprob) for token in tokens] == expected
             assert (report["mode"], report["epochs"]) == ("cached", 1)

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.figures import WINDOW, Interval, Spread, TokenTimes, agreement, paired, rate, ratios
+from benchmarks.figures import (
+    WINDOW,
+    Interval,
+    Spread,
+    TokenTimes,
+    agreement,
+    mean_batch,
+    paired,
+    rate,
+    ratios,
+    speed_between,
+)
 
 
 def ticking(seconds: list[float], first: float = 1.0) -> TokenTimes:
@@ -19,6 +30,15 @@ def test_a_speed_leaves_out_the_first_token_and_its_prefill() -> None:
 
     assert times.ttft_s == 100.0
     assert times.tokens_per_s == pytest.approx(2.0)
+
+
+def test_steps_in_one_forward_are_counted_between_two_moments() -> None:
+    assert mean_batch({1: 10, 4: 5}, {1: 12, 4: 5, 7: 2}) == pytest.approx((2 * 1 + 2 * 7) / 4)
+    assert mean_batch({3: 2}, {3: 2}) == 0.0
+
+
+def test_the_speed_between_two_moments_counts_the_tokens_that_came() -> None:
+    assert speed_between([0.5, 1.0, 2.5, 3.0, 9.0], 1.0, 3.0) == pytest.approx(1.0)
 
 
 def test_windows_are_runs_of_fifty_steps_and_the_last_one_is_the_newest_fifty() -> None:

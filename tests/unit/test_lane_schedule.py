@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 
 from meshnet_node.lane_schedule import (
     FIRST_PIECE,
+    GATHER_S,
     HOLD,
+    PIECE,
     STEP_POSITIONS,
     STEPS_LINGER_S,
     LaneSchedule,
@@ -26,6 +29,7 @@ class ScriptedJob:
     batch: str | None = None
     divisible: bool = True
     batch_limit: int = 4
+    hops: int = 1
 
     def __post_init__(self) -> None:
         self.is_step = is_step(self.positions)
@@ -47,10 +51,14 @@ class Lane:
     def put(self, *jobs: ScriptedJob) -> None:
         """Queue jobs, each under the turn that its name's first letter says."""
         for job in jobs:
-            self.schedule.put(job.name[0], job)
+            self.schedule.put(job.name[0], job, self.now)
 
     def take(self) -> Taken[ScriptedJob]:
+        """What is next, after the wait that the schedule asks for."""
         taken = self.schedule.take(self.now)
+        while isinstance(taken, float):
+            self.now += taken
+            taken = self.schedule.take(self.now)
         assert isinstance(taken, Taken)
         return taken
 
@@ -87,6 +95,30 @@ def test_steps_that_wait_run_together_up_to_the_limit_and_nobody_is_waited_for(l
     assert lane.run()[0] == "g0"
 
 
+def test_sessions_are_spread_over_the_hops_of_their_route(lane: Lane) -> None:
+    """With all eight in one batch one of two hops would always be idle."""
+    lane.put(*(ScriptedJob(turn, batch="b", batch_limit=32, hops=2) for turn in "abcdefgh"))
+    assert [lane.run()[0], lane.run()[0]] == ["a+b+c+d", "e+f+g+h"]
+
+
+def test_steps_that_come_in_one_after_the_other_are_gathered_for_a_moment(lane: Lane) -> None:
+    lane.put(*(step(turn) for turn in "abc"))
+    assert lane.run()[0] == "a+b+c"
+    lane.put(step("a"))
+    wait = lane.schedule.take(lane.now)
+    assert isinstance(wait, float)
+    assert wait == pytest.approx(GATHER_S)
+    lane.now += wait / 2
+    lane.put(step("b"))
+    assert isinstance(lane.schedule.take(lane.now), float)
+    lane.put(step("c"))
+    assert lane.run()[0] == "a+b+c"  # none is to come: at once
+    lane.put(step("a"))
+    began = lane.now
+    assert lane.run()[0] == "a"
+    assert lane.now - began == pytest.approx(lane.step_s + GATHER_S)
+
+
 def test_only_frames_of_one_batch_run_together_and_one_of_each_session(lane: Lane) -> None:
     lane.put(step("a0"), step("a1"), step("b0", "other"), step("c0", None), step("d0"))
     assert [lane.run()[0] for _ in range(4)] == ["a0+d0", "b0", "c0", "a1"]
@@ -113,44 +145,50 @@ def test_without_steps_a_long_frame_runs_whole(lane: Lane) -> None:
 
 
 def test_beside_steps_a_long_frame_runs_in_pieces_after_each_of_which_the_steps_come_first(lane: Lane) -> None:
-    lane.put(step("a0"), ScriptedJob("p0", 100), step("b0"))
-    assert lane.run() == ("a0+b0", 1)
+    lane.put(step("a0"), ScriptedJob("p0", 200), step("b0"))
     ran = []
-    for at in range(1, 4):
+    while not ran or lane.schedule:
         ran.append(lane.run())
-        lane.put(step(f"a{at}"), step(f"b{at}"))
-        ran.append(lane.run())
-    assert ran[0] == ("p0", FIRST_PIECE)
-    assert [name for name, _ in ran] == ["p0", "a1+b1", "p0", "a2+b2", "p0", "a3+b3"]
-    assert sum(positions for name, positions in ran if name == "p0") == 100 - lane.run()[1]
+        if ran[-1][0] == "a0+b0" and len(ran) < 12:
+            lane.put(step("a0"), step("b0"))
+    names = [name for name, _ in ran]
+    pieces = [positions for name, positions in ran if name == "p0"]
+    assert names[0] == "a0+b0"
+    assert pieces[0] == FIRST_PIECE
+    assert sum(pieces) == 200
+    assert len(pieces) > 2
+    assert all(one != other for one, other in itertools.pairwise(names) if one == "p0")
 
 
 @pytest.mark.parametrize("position_s", [0.0002, 0.001, 0.004])
-def test_pieces_become_about_as_long_as_a_batch_of_steps(lane: Lane, position_s: float) -> None:
+def test_pieces_become_about_as_long_as_some_batches_of_steps(lane: Lane, position_s: float) -> None:
     lane.position_s = position_s
     lane.put(step("a0"), ScriptedJob("p0", 100_000))
     pieces = []
-    for at in range(40):
+    while len(pieces) < 10:
         name, positions = lane.run()
         if name == "p0":
             pieces.append(positions)
-        elif at < 39:
-            lane.put(step(f"a{at + 1}"))
-    wanted = max(STEP_POSITIONS, lane.step_s / position_s)
-    assert pieces[-1] == pytest.approx(wanted, rel=0.1)
+        else:
+            lane.put(step("a0"))
+    assert pieces[-1] == pytest.approx(max(STEP_POSITIONS, PIECE * lane.step_s / position_s), rel=0.1)
 
 
-@pytest.mark.parametrize("prefills", [1, 3])
-def test_steps_have_half_of_a_lane_whose_prefills_never_end(lane: Lane, prefills: int) -> None:
+@pytest.mark.parametrize(
+    ("steppers", "prefills", "share"), [(1, 1, 1 / 2), (4, 1, 1 / 2), (3, 3, 1 / 2), (1, 3, 1 / 4), (2, 3, 2 / 5)]
+)
+def test_steps_have_half_of_a_lane_whose_prefills_never_end_or_a_sessions_share_if_they_are_fewer(
+    lane: Lane, steppers: int, prefills: int, share: float
+) -> None:
     spent = {"steps": 0.0, "prefills": 0.0}
-    lane.put(step("a0"), *(ScriptedJob(f"{turn}0", 10**9) for turn in "pqr"[:prefills]))
+    lane.put(*(step(turn) for turn in "abcd"[:steppers]), *(ScriptedJob(turn, 10**9) for turn in "pqr"[:prefills]))
     while lane.now < 60:
         began = lane.now
         name, _ = lane.run()
-        if name == "a0":
-            lane.put(step("a0"))
-        spent["steps" if name == "a0" else "prefills"] += lane.now - began
-    assert 0.45 <= spent["steps"] / lane.now <= 0.6
+        if name[0] < "p":
+            lane.put(*(step(turn) for turn in name.split("+")))
+        spent["steps" if name[0] < "p" else "prefills"] += lane.now - began
+    assert spent["steps"] / lane.now == pytest.approx(share, abs=0.07)
 
 
 def test_prefills_of_several_sessions_take_turns(lane: Lane) -> None:
@@ -166,8 +204,9 @@ def test_prefills_of_several_sessions_take_turns(lane: Lane) -> None:
 
 
 def test_after_a_frame_that_must_run_whole_the_steps_get_as_much_time(lane: Lane) -> None:
-    lane.put(step("a0"), ScriptedJob("p0", 256, divisible=False), ScriptedJob("p1", 256, divisible=False))
+    lane.put(step("a0"), ScriptedJob("p0", 256, divisible=False))
     assert [lane.run()[0], lane.run()] == ["a0", ("p0", 256)]
+    lane.put(ScriptedJob("p1", 256, divisible=False))
     steps = 0
     while True:
         lane.put(step(f"a{steps + 1}"))
@@ -179,9 +218,10 @@ def test_after_a_frame_that_must_run_whole_the_steps_get_as_much_time(lane: Lane
 
 
 def test_steps_that_are_elsewhere_meanwhile_are_waited_for_but_not_for_ever(lane: Lane) -> None:
-    lane.put(step("a0"), ScriptedJob("p0", 2560, divisible=False), ScriptedJob("p1", 256, divisible=False))
+    lane.put(step("a0"), ScriptedJob("p0", 2560, divisible=False))
     lane.run()
     lane.run()
+    lane.put(ScriptedJob("p1", 256, divisible=False))
     wait = lane.schedule.take(lane.now)
     assert isinstance(wait, float)
     assert wait == pytest.approx(HOLD * 2.56)

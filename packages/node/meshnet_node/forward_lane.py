@@ -44,6 +44,7 @@ class _Job(Generic[T]):
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[tuple[T, LaneTiming]]
     queued_at: float
+    hops: int = 1
     batch: Hashable | None = field(init=False)
     is_step: bool = field(init=False)
     done: int = 0  # positions run
@@ -158,7 +159,7 @@ class ForwardLane:
             return dict(self._batches)
 
     async def run(
-        self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T]
+        self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T], *, hops: int = 1
     ) -> tuple[T, LaneTiming]:
         """Run ``work`` when it is ``turn``'s turn, then ``finish`` on its result, both on the lane's thread.
 
@@ -167,6 +168,7 @@ class ForwardLane:
             backend: the shard to run on.
             work: the frame.
             finish: what turns the shard's result into the caller's (sampling, say).
+            hops: of the session's route: so many batches of such sessions can be under way at once.
 
         A caller that is cancelled does not take its frame along: it runs when its turn comes, unless it is withdrawn.
 
@@ -175,11 +177,11 @@ class ForwardLane:
             asyncio.CancelledError: the frame was withdrawn, or the lane closed before it ran.
         """
         loop = asyncio.get_running_loop()
-        job: _Job[T] = _Job(backend, work, finish, loop, loop.create_future(), self._now())
+        job: _Job[T] = _Job(backend, work, finish, loop, loop.create_future(), self._now(), hops)
         with self._ready:
             if self._closed:
                 raise RuntimeError("the forward lane is closed")
-            self._schedule.put(turn, job)  # type: ignore[arg-type]
+            self._schedule.put(turn, job, self._now())  # type: ignore[arg-type]
             self._ready.notify()
         return await job.future
 

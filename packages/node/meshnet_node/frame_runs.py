@@ -214,7 +214,9 @@ class FrameRuns:
                 async with session.entering:
                     await self._lease(leases, key, session, frame)
                     begun = replace(work, held=leases.enter_context(self._prefixes.begun_from(session, frame)))
-                (result, tokens, copy), timing = await self._lane.run(turn, shard.backend, begun, finish)
+                (result, tokens, copy), timing = await self._lane.run(
+                    turn, shard.backend, begun, finish, hops=len(session.document.route.hops)
+                )
                 if copy is not None:
                     self._prefixes.keep_copy(session, copy)
                 return result, tokens, timing

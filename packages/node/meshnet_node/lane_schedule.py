@@ -1,8 +1,10 @@
 """Which frames a forward lane runs next, and how much of a long one: so that prefills do not stall decode steps.
 
-Sessions take turns. Decode steps that can run in one forward do, as many as wait at that moment; none is waited for.
-While steps are about, a chunk of a prompt runs in pieces about as long as a batch of steps, and after each piece the
-steps come first, until they have had as much of the lane; a chunk that must run whole gives them as much afterwards:
+Sessions take turns. Decode steps that can run in one forward do, but no more than leave some to each hop of their
+route, which work at the same time; those that left a hop together come in one after the other, and are gathered for
+some milliseconds. While steps are about, a chunk of a prompt runs in pieces as long as a few batches of steps, and
+after each piece the steps come first, until they have had as much of the lane; a chunk that must run whole gives them
+as much afterwards:
 
     steps       ▓▓▓      ▓▓▓      ▓▓▓      ▓▓▓             a batch of all that wait
     a prefill      ▒▒▒▒     ▒▒▒▒     ▒▒▒▒     ▒▒▒▒▒▒▒▒▒▒▒  pieces; the rest at once when the steps are over
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Generic, Protocol, TypeVar
 
 STEP_POSITIONS = 16
@@ -26,6 +29,10 @@ LINGER_STEPS = 4  # or for as long as so many batches take
 HOLD = 3.0
 """A prefill waits for the steps to come for at most so many times what it took: at each of two hops another piece may
 run, and the steps are to have half of the time at both."""
+PIECE = 4.0  # batches of steps that a piece takes
+GATHER_S, GATHER = 0.003, 0.1
+"""Frames that left a node together come in one after the other, this far apart at most, in seconds and in batches."""
+GATHER_MOST = 0.25  # batches' time that an idle lane waits for more steps, while they come
 _WEIGHT = 0.2  # of the newest batch in the mean of what one takes
 
 
@@ -38,6 +45,7 @@ class Job(Protocol):
         is_step: see :func:`is_step`.
         positions: of the frame, that have not run yet.
         divisible: whether it may run in pieces.
+        hops: of the session's route.
     """
 
     @property
@@ -50,6 +58,8 @@ class Job(Protocol):
     def positions(self) -> int: ...
     @property
     def divisible(self) -> bool: ...
+    @property
+    def hops(self) -> int: ...
 
 
 J = TypeVar("J", bound=Job)
@@ -86,6 +96,9 @@ class LaneSchedule(Generic[J]):
     step_s: float | None = None
     _queues: OrderedDict[object, deque[J]] = field(default_factory=OrderedDict)
     _last_step: float | None = None
+    _came: float = 0.0  # the newest step
+    _gathering_since: float | None = None
+    _stepped: dict[object, tuple[float, Hashable | None]] = field(default_factory=dict)  # see `_about`
     _owed_s: float = 0.0  # to steps, for what long frames took
     _slack_s: float = 0.0  # of it, that need not be paid before the next long frame
     _hold_until: float = 0.0
@@ -98,8 +111,11 @@ class LaneSchedule(Generic[J]):
         for queue in self._queues.values():
             yield from queue
 
-    def put(self, turn: object, job: J) -> None:
+    def put(self, turn: object, job: J, now: float) -> None:
         """Queue a job behind those of its turn; a turn that had none stands at the end."""
+        if job.is_step:
+            self._came = now
+            self._stepped[turn] = (now, job.batch)
         self._queues.setdefault(turn, deque()).append(job)
 
     def put_back(self, turn: object, job: J) -> None:
@@ -117,7 +133,9 @@ class LaneSchedule(Generic[J]):
         if chosen is None:
             return waits if self._queues else None
         first = self._queues[chosen][0]
-        turns = [chosen, *self._beside(chosen, first)]
+        turns = [chosen, *self._beside(chosen, first, now)]
+        if (waits := self._gather_s(first, len(turns), now)) > 0:
+            return waits
         positions = self._piece_of(first, now)
         jobs = []
         for turn in turns:
@@ -132,26 +150,63 @@ class LaneSchedule(Generic[J]):
         if taken.jobs[0].is_step:
             self.step_s = seconds if self.step_s is None else self.step_s + _WEIGHT * (seconds - self.step_s)
             self._last_step = now
+            self._stepped |= dict.fromkeys(taken.turns, (now, taken.jobs[0].batch))
             self._owed_s = max(0.0, self._owed_s - seconds)
             return
         if self._steps_are_about(now - seconds) and self._last_step is not None:
             self._last_step += seconds  # they could not run meanwhile
+            about = self._about(now - seconds).items()
+            self._stepped = {turn: (min(now, last + seconds), batch) for turn, (last, batch) in about}
         if self._steps_are_about(now):
             # What is left of an older debt stays, unless the steps had their chance: so the halves even out.
             left = self._owed_s if now - seconds < self._hold_until else 0.0
-            self._owed_s, self._slack_s = left + seconds, min(seconds, self.step_s or 0.0) / 2
+            self._owed_s, self._slack_s = (
+                left + seconds * self._share_of_steps(now),
+                min(seconds, self.step_s or 0.0) / 2,
+            )
             self._hold_until = now + HOLD * seconds
         if self.step_s is not None and seconds > 0:
             # As long as a batch of steps; by half or double at a time, since a single measurement strays.
-            wanted = taken.positions * min(2.0, max(0.5, self.step_s / seconds))
+            wanted = taken.positions * min(2.0, max(0.5, PIECE * self.step_s / seconds))
             self._piece = max(STEP_POSITIONS, round(wanted))
 
-    def _beside(self, chosen: object, first: J) -> list[object]:
+    def _beside(self, chosen: object, first: J, now: float) -> list[object]:
         """The other turns whose next job can run in one forward with ``first``."""
         if first.batch is None:
             return []
         fitting = [turn for turn, queue in self._queues.items() if turn != chosen and queue[0].batch == first.batch]
-        return fitting[: first.batch_limit - 1]
+        return fitting[: self._most(first, now) - 1]
+
+    def _most(self, first: J, now: float) -> int:
+        """Steps in one forward: the sessions about, spread over their hops, so that each of those has some to run."""
+        alike = {turn for turn, (_, batch) in self._about(now).items() if batch == first.batch}
+        alike |= {turn for turn, queue in self._queues.items() if queue[0].batch == first.batch}
+        return min(first.batch_limit, max(1, ceil(len(alike) / first.hops)))
+
+    def _gather_s(self, first: J, together: int, now: float) -> float:
+        """Seconds for which steps that wait leave the lane idle, since more are just coming in."""
+        if first.batch is None or together >= self._most(first, now):
+            self._gathering_since = None
+            return 0.0
+        if self._gathering_since is None:
+            self._gathering_since = now
+        step_s = self.step_s or 0.0
+        until = min(self._came + min(GATHER_S, GATHER * step_s), self._gathering_since + GATHER_MOST * step_s)
+        if now >= until:
+            self._gathering_since = None
+        return max(0.0, until - now)
+
+    def _about(self, now: float) -> dict[object, tuple[float, Hashable | None]]:
+        """Whose steps are about: of each turn that ran, or waits, the moment and the batch."""
+        lingers = self._linger_s()
+        for turn in [turn for turn, (last, _) in self._stepped.items() if now - last >= lingers]:
+            del self._stepped[turn]
+        return self._stepped
+
+    def _share_of_steps(self, now: float) -> float:
+        """Of the lane, by that of prefills: as much, but no more than a session each."""
+        prefills = 1 + sum(not queue[0].is_step for queue in self._queues.values())
+        return min(1.0, len(self._about(now)) / prefills)
 
     def _piece_of(self, job: J, now: float) -> int:
         if job.is_step or not job.divisible or not self._steps_are_about(now):
@@ -169,4 +224,7 @@ class LaneSchedule(Generic[J]):
             return True
         if self._last_step is None:
             return False
-        return now - self._last_step < max(STEPS_LINGER_S, LINGER_STEPS * (self.step_s or 0.0))
+        return now - self._last_step < self._linger_s()
+
+    def _linger_s(self) -> float:
+        return max(STEPS_LINGER_S, LINGER_STEPS * (self.step_s or 0.0))
