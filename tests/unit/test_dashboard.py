@@ -131,6 +131,7 @@ class Running:
             "session": "s-1",
             "mode": "cached",
             "completion_tokens": self.tokens,
+            "tokens_per_s": self.tokens / 2,
             "prompt_tokens": 3,
             "route": route,
         }

@@ -18,6 +18,7 @@ from mesh_identities import machine_of, new_mesh
 from meshnet_cli import find_trackers
 from meshnet_cli.auto_layers import ASK_S, AutoLayers
 from meshnet_cli.node import Place
+from meshnet_cli.node_shards import WeightsWanted
 from meshnet_cli.trust import Identity
 from meshnet_core.clock import ManualClock, SystemClock
 from meshnet_core.errors import ForbiddenError, TrackerUnreachableError
@@ -136,7 +137,7 @@ async def test_a_node_that_leaves_its_layers_to_the_tracker_is_told_them_over_tl
     folder = machine_of(mesh, tmp_path / "a")
     identity = Identity(folder, folder.credentials())
     model = save_tiny("llama", tmp_path / "tiny")
-    auto = AutoLayers(str(model), None, "float32", "cpu", lambda *_: None)
+    auto = AutoLayers(str(model), None, WeightsWanted("float32", "auto"), "cpu", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         urls = (two[0].url, two[1].url)
         place = Place("auto", "127.0.0.1", sock, "https://127.0.0.1:1", urls, None, identity)
@@ -155,7 +156,7 @@ async def test_a_node_that_waits_for_layers_outlives_its_tracker(tmp_path: Path)
     clock = ManualClock()
     directory = Directory(SystemClock())
     waiting = PlacementDesk(clock, directory.snapshot)  # never a moment passes, so that nobody is told anything
-    auto = AutoLayers(str(model), None, "float32", "cpu", lambda *_: None)
+    auto = AutoLayers(str(model), None, WeightsWanted("float32", "auto"), "cpu", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         async with asyncio.timeout(120):
             async with serving(create_app(directory, desk=waiting)) as url:
