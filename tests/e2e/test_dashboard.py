@@ -5,7 +5,7 @@ The tests share one mesh and go in their order: the last one kills a node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.real_model, pytest.mark.long, pytest.mark.timeout(900)
 KEY = "a-key-for-the-dashboard-1"
 LAYERS = {"attic": "0-17", "cellar": "14-29"}
 MESH, MESSAGE, LOG = "section[aria-label='The mesh']", "textarea[aria-label='Message']", "[role='log']"
+TRIES = 10
 ANSWER = f"{LOG} [data-who='Answer']"
 
 
@@ -64,6 +65,23 @@ def ask(page: Browser, question: str) -> None:
     page.one(MESSAGE).send_keys(question, Keys.ENTER)
 
 
+def ask_for_long(page: Browser, question: str, enough: Callable[[], bool], what: str) -> None:
+    """Ask in a new chat until ``enough`` holds while an answer is written: they are drawn, so one may end at once."""
+    for _ in range(TRIES):
+        page.button("New chat").click()
+        page.until(lambda: not page.all(ANSWER) and not ended(page), "the chat is a new one")
+        ask(page, question)
+        page.until(lambda: enough() or ended(page), what)
+        if enough():
+            return
+    pytest.fail(f"it did not come to that in {TRIES} answers: {what}")
+
+
+def ended(page: Browser) -> bool:
+    """Whether the newest answer ended by itself."""
+    return " tokens, " in page.text(".mn-note")
+
+
 def set_longest(page: Browser, tokens: int) -> None:
     field = page.one("input[aria-label^='Longest answer']")
     field.send_keys(Keys.CONTROL, "a")
@@ -97,21 +115,24 @@ def test_the_key_stays_with_the_tab_over_a_reload(board: Browser) -> None:
 
 def test_the_chat_box_answers_and_the_route_lights_up(board: Browser) -> None:
     set_longest(board, 200)
-    ask(board, "Write a long story about a lighthouse and its keeper.")
-    board.until(lambda: len(board.all(".mn-lit")) == len(LAYERS), "the layers of both hops light up")
-    board.says("attic → cellar", ".mn-live")
-    board.until(lambda: len(board.text(ANSWER)) > 200, "the answer grows")
+
+    def lit() -> bool:
+        both = len(board.all(".mn-lit")) == len(LAYERS) and "attic → cellar" in board.text(".mn-live")
+        return both and len(board.text(ANSWER)) > 200
+
+    ask_for_long(board, "Write a long story about a lighthouse and its keeper.", lit, "both hops light up, it grows")
     board.picture("generation")
     board.says("tokens/s, over attic → cellar", ".mn-note")
     board.until(lambda: not board.all(".mn-lit"), "the route goes dark again")
-    assert len(board.text(ANSWER)) > 400
 
 
 def test_an_answer_can_be_stopped(board: Browser) -> None:
-    board.button("New chat").click()
-    ask(board, "Count from one to one thousand in words.")
-    board.until(lambda: len(board.text(ANSWER)) > 20, "the answer begins")
-    board.button("Stop").click()
+    for _ in range(TRIES):
+        ask_for_long(board, "Write a long story.", lambda: len(board.text(ANSWER)) > 20, "the answer begins")
+        board.button("Stop").click()
+        board.until(lambda: "Stopped." in board.text(".mn-note") or ended(board), "it stops")
+        if not ended(board):  # by itself, just before
+            break
     board.says("Stopped.", ".mn-note")
     board.until(lambda: not board.all(".mn-lit"), "its sessions end")
 
@@ -174,10 +195,9 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_complained_of(base: str, bo
 
 
 def test_a_nodes_death_shows_its_gap(fleet: NodeFleet, board: Browser) -> None:
-    board.button("New chat").click()
     set_longest(board, 2000)
-    ask(board, "Write a very long story about a lighthouse.")
-    board.until(lambda: len(board.all(".mn-lit")) == len(LAYERS), "an answer is being written")
+    question = "Write a very long story about a lighthouse."
+    ask_for_long(board, question, lambda: len(board.all(".mn-lit")) == len(LAYERS), "an answer is being written")
     fleet.kill("cellar")
     board.says("Gap: layers 18-29 of 30 layers are on no machine.", MESH)
     assert board.all(".mn-gap")

@@ -96,6 +96,11 @@ async def test_a_question_is_asked_and_its_answer_streamed() -> None:
             json.dumps({"error": {"message": "the prompt is too long"}}),
             "the gateway refused: the prompt is too long",
         ),
+        (
+            503,
+            json.dumps({"error": {"message": "layers 0-14 of m are served by no node", "code": "layers_unavailable"}}),
+            "served by no node\n`meshnet status` shows the gap",
+        ),
         (503, json.dumps({"detail": "?"}), "status 503"),
         (200, "<html>", "no meshnet gateway"),
         (502, "Bad Gateway", "no meshnet gateway"),

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshnet_cli import options
+from meshnet_core.chat_sampling import CHAT_TEMPERATURE, CHAT_TOP_P
 from meshnet_core.errors import InvalidInputError, MeshnetError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from meshnet_cli.chat_stream import Ended, Gateway, GatewayUnreachableError
 
 Message = dict[str, str]
-
-# The API's own default is 1, as OpenAI's is, which makes small models ramble; their makers advise 0.2 to 0.7.
-TEMPERATURE, TOP_P = 0.6, 0.9
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ def chat(
     model: options.ServedModel = None,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, max=2, help="0 always says the likeliest.")
-    ] = TEMPERATURE,
+    ] = CHAT_TEMPERATURE,
     api_key: options.ClientKey = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --message: print one JSON document in place of the answer.")
@@ -129,7 +127,7 @@ async def _document(partner: Partner, messages: list[Message]) -> None:
     from meshnet_cli.chat_stream import Ended, Text, Thought
 
     answer, reasoning = "", ""
-    sampling = {"temperature": partner.temperature, "top_p": TOP_P}
+    sampling = {"temperature": partner.temperature, "top_p": CHAT_TOP_P}
     async with partner.gateway as gateway:
         async for event in gateway.chat(partner.model, messages, **sampling):
             match event:
@@ -148,7 +146,7 @@ async def _answer(partner: Partner, messages: list[Message], pieces: list[str]) 
     from meshnet_cli.chat_stream import Ended, Prefill, Text, Thought
 
     shown, thinking = _PrefillLine(), False
-    sampling = {"temperature": partner.temperature, "top_p": TOP_P}
+    sampling = {"temperature": partner.temperature, "top_p": CHAT_TOP_P}
     async with partner.gateway as gateway:
         async for event in gateway.chat(partner.model, messages, **sampling):
             match event:

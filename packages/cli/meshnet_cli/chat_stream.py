@@ -21,9 +21,13 @@ from meshnet_cli import access
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.connection_words import connection_words
 from meshnet_core.errors import InvalidInputError
+from meshnet_core.remedies import REMEDIES
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 120.0  # longer than a gateway waits for one step of its nodes
+_OF_THE_MESH = frozenset(
+    {"layers_unavailable", "cache_full", "hop_failed", "hop_unreachable", "deadline", "tracker_unreachable"}
+)
 _PREFILL = re.compile(r": meshnet prefill (\d+)/(\d+)")
 
 
@@ -208,14 +212,12 @@ class StreamReader:
 
 
 def error_text(document: dict[str, Any], status: int | None) -> str:
-    """The message of an OpenAI-style error object."""
+    """The message of an OpenAI-style error object; where the mesh is to be mended, with what to do in a second line."""
     error = document.get("error")
     if isinstance(error, dict) and error.get("message"):
-        return (
-            f"the gateway refused: {error['message']}"
-            if status is not None
-            else f"the answer failed: {error['message']}"
-        )
+        code = str(error.get("code"))
+        remedy = f"\n{REMEDIES[code].remedy}" if code in _OF_THE_MESH else ""
+        return f"the {'answer failed' if status is None else 'gateway refused'}: {error['message']}{remedy}"
     return (
         f"the gateway answered with status {status}" if status is not None else "the answer failed, for no reason given"
     )

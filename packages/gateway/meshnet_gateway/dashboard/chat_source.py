@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from meshnet_core.chat_sampling import CHAT_TEMPERATURE, CHAT_TOP_P
 from meshnet_core.errors import RequestRefusedError
 from meshnet_gateway.api_routes import Door
 from meshnet_gateway.api_types import ChatRequest
@@ -83,9 +84,8 @@ class ChatSource:
             MeshnetError: before anything is heard.
         """
         try:
-            body = ChatRequest.model_validate(
-                {"model": model, "messages": list(messages), "stream": True, "max_completion_tokens": max_tokens}
-            )
+            asked = {"model": model, "messages": list(messages), "stream": True, "max_completion_tokens": max_tokens}
+            body = ChatRequest.model_validate(asked | {"temperature": CHAT_TEMPERATURE, "top_p": CHAT_TOP_P})
         except ValidationError as error:
             raise RequestRefusedError(error.errors()[0]["msg"]) from error
         text_model = await self._door.texts.get(model)
