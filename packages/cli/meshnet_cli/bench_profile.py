@@ -169,7 +169,7 @@ def _mesh_table(profile: MeshProfile) -> Table:
     table.add_column("share", justify="right")
     rows = {**profile.parts, "not accounted for": profile.left_ms, "whole": profile.step_ms}
     for name, ms in rows.items():
-        if ms or name == "whole":
+        if abs(ms) >= 0.0005 or name == "whole":
             share = ms / profile.step_ms if profile.step_ms else 0.0
             table.add_row(name, f"{ms:.3f}", f"{100 * share:.1f} %")
     return table

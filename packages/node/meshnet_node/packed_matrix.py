@@ -25,7 +25,7 @@ from meshnet_node.gguf_blocks import GROUP, CodedRows
 ROW_BLOCK = 64
 """Rows are packed in blocks of so many; matrices whose rows fill them can be joined (:meth:`PackedMatrix.joined`)."""
 
-_FEW = 24  # inputs up to which the packed product is faster than unpacking and bfloat16's own
+_FEW = 192  # inputs up to which the packed product is faster than unpacking and bfloat16's own
 _UNPACKED_VALUES = 1 << 22  # at most so many values are unpacked at a time
 _FILL_CODES = 1 << 20  # at most so many codes are widened to int32 at a time, to be packed
 
