@@ -110,7 +110,7 @@ def test_packed_splits_answer_as_the_packed_whole_does(arch: str, kind: str, tmp
 def test_the_same_frames_give_the_same_bits_cut_or_whole(tmp_path: Path) -> None:
     files = opened(tiny("llama", "Q4_1"), tmp_path)
     folder = files.prepare(whole(files), dtype="bfloat16", packed=True)
-    model = UnsplitModel(folder, torch.bfloat16, torch.device("cpu"))
+    model = ShardRoute(folder, Split.parse("0-3"), dtype="bfloat16", device="cpu")
     route = ShardRoute(folder, Split.parse("0-1,2-3"), dtype="bfloat16", device="cpu")
     ids, state, cut = list(range(3, 43)), model.open(), route.open()
     for start, stop in ((0, 30), (30, 37), *((at, at + 1) for at in range(37, 40))):

@@ -56,7 +56,7 @@ class StoredTensor:
         Raises:
             InvalidInputError: if the file ends before the tensor does.
         """
-        raw = _own_pages(self.nbytes)
+        raw = own_pages(self.nbytes)
         view = raw.numpy().data
         with self.path.open("rb", buffering=0) as file:
             done = 0
@@ -69,7 +69,7 @@ class StoredTensor:
         return raw.view(self.dtype).reshape(self.shape)
 
 
-def _own_pages(nbytes: int) -> torch.Tensor:
+def own_pages(nbytes: int) -> torch.Tensor:
     """A uint8 tensor of ``nbytes`` whose memory goes back to the system the moment it is freed.
 
     Experts are read one by one, fused and dropped, from several threads. The C allocator would keep what they leave

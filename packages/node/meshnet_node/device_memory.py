@@ -31,6 +31,11 @@ def give_back(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Hand back freed memory that glibc keeps, without looking for garbage: a millisecond or so."""
     if (trim := _malloc_trim()) is not None:
         trim(0)
 

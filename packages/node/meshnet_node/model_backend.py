@@ -202,7 +202,7 @@ class TorchModelShard:
         self._device = model.device
         self.dtype = "+".join(filter(None, (dtype_name(model.dtype), held_as(model))))
         self.device = str(model.device)
-        self.weight_bytes = _weight_bytes(model)
+        self.weight_bytes = held_bytes(model)
         self._model = model
         self._family = family
         self._views: dict[int, LayerView] = {}
@@ -475,7 +475,8 @@ class TorchModelShard:
         return self._costs[self.layers.starting_at(start).start - self.layers.start :]
 
 
-def _weight_bytes(model: PreTrainedModel) -> int:
+def held_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a model's weights and buffers, those that share memory once."""
     storages = {}
     for tensor in walk_tensors([list(model.parameters()), list(model.buffers())]):
         if tensor.is_mkldnn:  # a packed weight lies in memory of its own, which torch gives no storage for

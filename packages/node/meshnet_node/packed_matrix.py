@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshnet_node.checkpoint_reader import own_pages
 from meshnet_node.gguf_blocks import GROUP, CodedRows
 
 ROW_BLOCK = 64
@@ -27,7 +29,7 @@ ROW_BLOCK = 64
 
 _FEW = 192  # inputs up to which the packed product is faster than unpacking and bfloat16's own
 _UNPACKED_VALUES = 1 << 22  # at most so many values are unpacked at a time
-_FILL_CODES = 1 << 20  # at most so many codes are widened to int32 at a time, to be packed
+_FILL_CODES = 1 << 17  # at most so many codes are widened to int32 at a time, to be packed
 
 _ops: Any = torch.ops.aten
 
@@ -174,8 +176,7 @@ class PackedMatrix(nn.Module):
             raise ValueError("matrices of different columns or widths cannot be joined")
         if any(part.rows % ROW_BLOCK for part in parts[:-1]):
             raise ValueError(f"matrices are joined at multiples of {ROW_BLOCK} rows")
-        whole = cls(0, first.columns, first.planes)
-        whole.rows = sum(part.rows for part in parts)
+        whole = cls(sum(part.rows for part in parts), first.columns, first.planes)
         whole.codes = torch.cat([part.codes for part in parts])
         whole.scales = torch.cat([part.scales for part in parts], dim=1)
         return whole
@@ -202,8 +203,10 @@ class PackedStack(nn.Module):
 
 def _allocate(module: nn.Module, count: tuple[int, ...], rows: int, columns: int, planes: int) -> None:
     padded, width = -(-rows // ROW_BLOCK) * ROW_BLOCK, planes * columns
-    codes = torch.empty(*count, padded, width // 2, dtype=torch.uint8)
-    scales = torch.empty(*count, width // GROUP, padded, 2, dtype=torch.bfloat16)
+    # Pages of their own: between the short-lived buffers of loading they would tear the heap into holes.
+    codes = own_pages(prod(count) * padded * width // 2).view(*count, padded, width // 2)
+    scales = own_pages(prod(count) * padded * width // GROUP * 4).view(torch.bfloat16)
+    scales = scales.view(*count, width // GROUP, padded, 2)
     module.register_buffer("codes", codes, persistent=False)
     module.register_buffer("scales", scales, persistent=False)
 

@@ -36,6 +36,7 @@ from meshnet_core.errors import InvalidInputError, ModelNotFoundError, Unsupport
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.checkpoint_reader import CheckpointReader, LazyTensor, StoredTensor
 from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
+from meshnet_node.device_memory import give_back
 from meshnet_node.family_support import Family, check_split, family_of, text_config_of
 from meshnet_node.layer_slicing import base_of, prune
 from meshnet_node.model_backend import TorchModelShard
@@ -185,6 +186,8 @@ class ShardPlan:
         if layers.start > 0:
             base_of(model).set_input_embeddings(nn.Identity())  # a tied tail's matrix lives on in its output projection
         model.train(mode=False).requires_grad_(requires_grad=False)
+        if packing.nbytes:
+            give_back(self.device)  # what rows took on their way
         return model
 
 

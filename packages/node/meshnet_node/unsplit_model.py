@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from meshnet_core.errors import ModelNotFoundError
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.device_choice import dtype_name
+from meshnet_node.model_backend import held_bytes
 from meshnet_node.shard_loader import plan_shard, read_config
 from meshnet_node.tensor_index import INDEX_NAME, index_folder
 from meshnet_node.transformers_bars import no_bars
@@ -57,6 +58,11 @@ class UnsplitModel:
         if missing := sorted(info["missing_keys"]):
             raise ModelNotFoundError(f"{folder} lacks {len(missing)} tensors of the model, such as {missing[0]}")
         self._model = model.to(device).eval()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights and buffers held."""
+        return held_bytes(self._model)
 
     def open(self) -> DynamicCache:
         """An empty cache."""

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from meshnet_core.errors import InvalidInputError
 from meshnet_node.checkpoint_reader import CheckpointReader, StoredTensor
+from meshnet_node.device_memory import trim_heap
 from meshnet_node.gguf_blocks import BLOCK_BYTES, GROUP, HELD, PLANES, CodedRows, coded_rows
 from meshnet_node.packable_modules import Packable, Use, packable_weights, unpackable_experts
 from meshnet_node.packed_experts import PackedExperts
@@ -158,6 +159,7 @@ class Packing:
                 kept = taken.rounded.pop(item.weight.name, None)
                 weights.append(_packed(item, model, on_read) if kept is None else kept)
             self._replace(model, taken.modules.pop(name), items[0], weights)
+            trim_heap()  # of the rows that it came from, or the next one's find other places
 
     def _take(self, item: _Item, model: PreTrainedModel, taken: TakenOut) -> None:
         """Take one weight out, and with the last of a module the module."""
