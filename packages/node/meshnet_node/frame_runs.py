@@ -35,6 +35,7 @@ from meshnet_node.hop_session import FrameKey, HopSession, Outcome, Run
 from meshnet_node.model_backend import ForwardCancelledError, ShardResult, ShardWork
 from meshnet_node.prefix_use import PrefixUse, copy_of
 from meshnet_node.session_state import SessionState
+from meshnet_node.settled import settled
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +226,7 @@ class FrameRuns:
         self._background.add(on_lane)
         on_lane.add_done_callback(self._through)
         try:
-            await asyncio.wait([on_lane], timeout=max(0.0, deadline - self._clock.now()))
-            if not on_lane.done():
+            if not await settled(on_lane, max(0.0, deadline - self._clock.now())):
                 raise DeadlineError(
                     f"layers {session.document.hop.layers} did not finish the frame at position {frame.position} in "
                     f"{RUN_DEADLINES} deadlines of a step"
@@ -287,8 +287,7 @@ class FrameRuns:
         So a frame that waited long for its turn is not lost: the identical one joins it.
         """
         task = run.task
-        await asyncio.wait([task], timeout=max(0.0, arrived + frame.deadline_ms / 1000 - self._clock.now()))
-        if not task.done():
+        if not await settled(task, max(0.0, arrived + frame.deadline_ms / 1000 - self._clock.now())):
             raise DeadlineError(f"the frame at position {frame.position} is not done after {frame.deadline_ms} ms")
         if task.cancelled():
             raise self._gone(key, frame.epoch)
