@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshnet_core.clock import Clock
 from meshnet_core.connection_words import connection_words
@@ -26,12 +26,7 @@ LARGE_BYTES = 64 * 1024
 MAX_STREAMS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """Which connection a frame takes."""
-
-    url: str
-    large: bool
+_Way = tuple[str, bool]  # which connection a frame takes: to which URL, and whether it is the one for large frames
 
 
 class StreamTransport:
@@ -78,7 +73,7 @@ class StreamTransport:
         if url in self._posts_until and self._clock.now() < self._posts_until[url]:
             return await self._http.forward(url, frame)
         call = HopCall("GET", url, "/hop/stream", frame.deadline_ms / 1000, frame.hop_index)
-        way = _Way(url, large=len(frame.body) >= LARGE_BYTES)
+        way = (url, len(frame.body) >= LARGE_BYTES)
 
         async def attempt(left_s: float, reuse: Reuse) -> FrameReply:
             return await self._exchange(call, way, frame, left_s, reuse)
@@ -137,7 +132,7 @@ class StreamTransport:
             raise HopUnreachableError(f"{call} was called after this transport was closed", hop_index=call.hop_index)
         task = self._dialled.get(way)
         if task is None:
-            task = self._dialled[way] = asyncio.create_task(dial(way.url, self._tls, self._connect_timeout_s))
+            task = self._dialled[way] = asyncio.create_task(dial(way[0], self._tls, self._connect_timeout_s))
             task.add_done_callback(lambda done: self._made(way, done))
         return await asyncio.shield(task)
 

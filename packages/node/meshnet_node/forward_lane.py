@@ -158,9 +158,9 @@ class ForwardLane:
         with self._ready:
             return dict(self._batches)
 
-    async def run(
+    def submit(
         self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T], *, hops: int = 1
-    ) -> tuple[T, LaneTiming]:
+    ) -> asyncio.Future[tuple[T, LaneTiming]]:
         """Run ``work`` when it is ``turn``'s turn, then ``finish`` on its result, both on the lane's thread.
 
         Args:
@@ -170,11 +170,9 @@ class ForwardLane:
             finish: what turns the shard's result into the caller's (sampling, say).
             hops: of the session's route: so many batches of such sessions can be under way at once.
 
-        A caller that is cancelled does not take its frame along: it runs when its turn comes, unless it is withdrawn.
-
-        Raises:
-            whatever the backend or ``finish`` raised.
-            asyncio.CancelledError: the frame was withdrawn, or the lane closed before it ran.
+        The future has what ``finish`` returned, or what it or the backend raised; it is cancelled where the frame was
+        withdrawn, or the lane closed before it ran. Cancelling it does not take the frame along, which then runs for
+        nobody.
         """
         loop = asyncio.get_running_loop()
         job: _Job[T] = _Job(backend, work, finish, loop, loop.create_future(), self._now(), hops)
@@ -183,7 +181,13 @@ class ForwardLane:
                 raise RuntimeError("the forward lane is closed")
             self._schedule.put(turn, job, self._now())  # type: ignore[arg-type]
             self._ready.notify()
-        return await job.future
+        return job.future
+
+    async def run(
+        self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T], *, hops: int = 1
+    ) -> tuple[T, LaneTiming]:
+        """The outcome of :meth:`submit`."""
+        return await self.submit(turn, backend, work, finish, hops=hops)
 
     def withdraw(self, turn: object) -> None:
         """Cancel the frames of ``turn`` that wait; one that runs goes on, and whoever awaits it is told its end.

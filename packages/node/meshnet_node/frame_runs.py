@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,8 @@ from meshnet_node.session_state import SessionState
 from meshnet_node.settled import settled
 
 logger = logging.getLogger(__name__)
+
+_Ran = tuple[ShardResult, tuple[SampledToken, ...], SessionState | None]  # with a copy of the state to hold on, if any
 
 MAX_QUEUED_FRAMES = 4  # of one session at one hop; the sender waits beyond that
 EARLY_HOLD_S = 10.0  # how long a frame waits for the one before it
@@ -200,7 +203,7 @@ class FrameRuns:
         end = frame.position + frame.seq_len
         copied = self._prefixes.wants_copy(session, end)
 
-        def finish(result: ShardResult) -> tuple[ShardResult, tuple[SampledToken, ...], SessionState | None]:
+        def finish(result: ShardResult) -> _Ran:
             tokens: tuple[SampledToken, ...] = ()
             if result.logits is not None:
                 tokens = self._sampled(session, frame, result.logits)
@@ -209,32 +212,27 @@ class FrameRuns:
 
         turn = (key, frame.epoch)
 
-        async def leased() -> tuple[ShardResult, tuple[SampledToken, ...], LaneTiming]:
-            """Holds the session until the lane is through with the frame, though nobody may wait for that any more."""
-            with ExitStack() as leases:
-                async with session.entering:
+        too_late = DeadlineError(
+            f"layers {session.document.hop.layers} did not finish the frame at position {frame.position} in "
+            f"{RUN_DEADLINES} deadlines of a step"
+        )
+        with ExitStack() as leases:
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock.now())), session.entering:
                     await self._lease(leases, key, session, frame)
                     begun = replace(work, held=leases.enter_context(self._prefixes.begun_from(session, frame)))
-                (result, tokens, copy), timing = await self._lane.run(
-                    turn, shard.backend, begun, finish, hops=len(session.document.route.hops)
-                )
-                if copy is not None:
-                    self._prefixes.keep_copy(session, copy)
-                return result, tokens, timing
-
-        on_lane = asyncio.create_task(leased())
-        self._background.add(on_lane)
-        on_lane.add_done_callback(self._through)
+            except TimeoutError as error:
+                raise too_late from error
+            on_lane = self._lane.submit(turn, shard.backend, begun, finish, hops=len(session.document.route.hops))
+            # The session stays leased until the lane is through, though nobody may wait for that any more.
+            on_lane.add_done_callback(partial(self._through, session, leases.pop_all()))
         try:
             if not await settled(on_lane, max(0.0, deadline - self._clock.now())):
-                raise DeadlineError(
-                    f"layers {session.document.hop.layers} did not finish the frame at position {frame.position} in "
-                    f"{RUN_DEADLINES} deadlines of a step"
-                )
+                raise too_late
         finally:
             if not on_lane.done():  # whatever ends this wait ends the session: its frames need not run
                 self._lane.withdraw(turn)
-        result, tokens, timing = on_lane.result()
+        (result, tokens, _), timing = on_lane.result()
         if frame.phase is not Phase.VERIFY:  # neither a step nor a chunk
             shard.measure(
                 len(session.document.hop.layers),
@@ -313,13 +311,18 @@ class FrameRuns:
             else:
                 return
 
-    def _through(self, on_lane: asyncio.Task[Any]) -> None:
+    def _through(
+        self, session: HopSession, leases: ExitStack, on_lane: asyncio.Future[tuple[_Ran, LaneTiming]]
+    ) -> None:
         """The lane is through with a frame; an error of it was for the run, which may have gone before."""
-        self._background.discard(on_lane)
-        self._lane_left.set()
-        self._lane_left = asyncio.Event()
-        if not on_lane.cancelled():
-            on_lane.exception()
+        error = asyncio.CancelledError() if on_lane.cancelled() else on_lane.exception()
+        try:
+            if error is None and (copy := on_lane.result()[0][2]) is not None:
+                self._prefixes.keep_copy(session, copy)
+        finally:
+            leases.__exit__(None if error is None else type(error), error, None)
+            self._lane_left.set()
+            self._lane_left = asyncio.Event()
 
     def _keep(self, session: HopSession, task: asyncio.Task[Any]) -> None:
         self._background.add(task)
