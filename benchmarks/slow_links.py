@@ -15,7 +15,6 @@ import asyncio
 import socket
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -155,11 +154,7 @@ def document(found: dict[str, Found], arguments: argparse.Namespace, busy: float
 async def run(arguments: argparse.Namespace, console: Console) -> tuple[dict[str, Found], float]:
     """Start the mesh with the link in it, measure, stop it."""
     prepared = prepare(MODELS[MODEL], arguments.dtype)
-    tokenizer = Tokenizer.from_file(str(Path(prepared.folder) / "tokenizer.json"))
-    prompts = {
-        name: tuple(tokenizer.encode(CHATML.format(text), add_special_tokens=False).ids)
-        for name, text in PROMPTS.items()
-    }
+    prompts = prompts_of(prepared.model)
     port = free_port()
     async with slow_link(port) as link:
         tail = ("--port", str(port), "--advertise", link.url)
@@ -171,6 +166,15 @@ async def run(arguments: argparse.Namespace, console: Console) -> tuple[dict[str
                 with BusyWatch() as busy:
                     found = await measure(mesh, link, prompts, arguments, console)
     return found, busy.elsewhere
+
+
+def prompts_of(model: str) -> Prompts:
+    """The questions as token ids of this model."""
+    from meshnet_node.model_files import open_model  # noqa: PLC0415  brings torch, which --help can do without
+
+    tokenizer = Tokenizer.from_str(open_model(model).text_files()["tokenizer.json"].decode())
+    asked = {name: CHATML.format(text) for name, text in PROMPTS.items()}
+    return {name: tuple(tokenizer.encode(text, add_special_tokens=False).ids) for name, text in asked.items()}
 
 
 def free_port() -> int:
