@@ -344,7 +344,7 @@ async def test_left_to_itself_it_drafts_over_a_slow_link_and_not_where_positions
         await generation.aclose()
         assert ids == ids_of(plain)
         drafted[name] = generation.report().get("drafted_tokens", 0)
-    assert drafted["slow"] > 40
+    assert drafted["slow"] > 25
     assert drafted["costly"] < 30  # which it tries, and finds that it does not pay
 
 

@@ -24,7 +24,8 @@ PRIOR = 0.5  # chance that a draft is right, of which nothing is known yet; coun
 SURE = 0.97  # no chance is higher
 NEWEST = 0.3  # weight of a newest time
 POSITION_SHARE = 0.25  # of the hops' own time that a further position takes, before it was measured
-TRIAL = 4  # drafts at most, before it was measured
+TRIAL = 4  # drafts at most, before it was measured, or where that was long ago
+LONG_AGO = 8  # steps without drafts
 FORGETS = 0.02  # of what was measured of positions, with each step without drafts: a hiccup is not for ever
 
 
@@ -116,14 +117,22 @@ class _Costs:
     single_ms: float | None = None
     position_ms: float | None = None
     forward_ms: float = 0.0
+    singles: int = 0  # steps with one position since there was one with several
 
     def single(self, took_ms: float, forward_ms: float) -> None:
         self.single_ms = _mean(self.single_ms, took_ms)
         self.forward_ms = _mean(self.forward_ms or None, forward_ms)
+        self.singles += 1
         if self.position_ms is not None:
             self.position_ms += FORGETS * (POSITION_SHARE * self.forward_ms - self.position_ms)
 
+    @property
+    def uncertain(self) -> bool:
+        """Whether what a further position takes is little more than a guess."""
+        return self.position_ms is None or self.singles > LONG_AGO
+
     def several(self, took_ms: float, further: int) -> None:
+        self.singles = 0
         if self.single_ms is not None:
             # One long pause must not count for more than a step of its own for each position.
             each = min(max(0.0, took_ms - self.single_ms) / further, self.single_ms)
@@ -178,7 +187,7 @@ class Speculation:
             return self._draft.tokens[: max(0, most)]
         if (cost := self._costs.told()) is None:
             return ()
-        if self._costs.position_ms is None:
+        if self._costs.uncertain:
             most = min(most, TRIAL)
         return self._draft.tokens[: drafts_that_pay(self._worth[self._draft.matched].chance, most, cost)]
 
