@@ -9,6 +9,7 @@ import pytest
 
 from meshnet_node.lane_schedule import (
     FIRST_PIECE,
+    GATHER,
     GATHER_S,
     HOLD,
     PIECE,
@@ -107,7 +108,8 @@ def test_steps_that_come_in_one_after_the_other_are_gathered_for_a_moment(lane: 
     lane.put(step("a"))
     wait = lane.schedule.take(lane.now)
     assert isinstance(wait, float)
-    assert wait == pytest.approx(GATHER_S)
+    gather_s = min(GATHER_S, GATHER * lane.step_s)
+    assert wait == pytest.approx(gather_s)
     lane.now += wait / 2
     lane.put(step("b"))
     assert isinstance(lane.schedule.take(lane.now), float)
@@ -116,7 +118,7 @@ def test_steps_that_come_in_one_after_the_other_are_gathered_for_a_moment(lane: 
     lane.put(step("a"))
     began = lane.now
     assert lane.run()[0] == "a"
-    assert lane.now - began == pytest.approx(lane.step_s + GATHER_S)
+    assert lane.now - began == pytest.approx(lane.step_s + gather_s)
 
 
 def test_only_frames_of_one_batch_run_together_and_one_of_each_session(lane: Lane) -> None:

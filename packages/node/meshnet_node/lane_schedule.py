@@ -30,7 +30,7 @@ HOLD = 3.0
 """A prefill waits for the steps to come for at most so many times what it took: at each of two hops another piece may
 run, and the steps are to have half of the time at both."""
 PIECE = 4.0  # batches of steps that a piece takes
-GATHER_S, GATHER = 0.003, 0.1
+GATHER_S, GATHER = 0.01, 0.1
 """Frames that left a node together come in one after the other, this far apart at most, in seconds and in batches."""
 GATHER_MOST = 0.25  # batches' time that an idle lane waits for more steps, while they come
 _WEIGHT = 0.2  # of the newest batch in the mean of what one takes
