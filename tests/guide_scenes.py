@@ -90,6 +90,7 @@ EXCUSES: dict[str, str] = {
     "make test": "is what runs the quick tests",
     "make bench": _BENCHMARK,
     'make bench ARGS="--models smollm2"': _BENCHMARK,
+    'make bench ARGS="--peers"': _BENCHMARK,
     "make gpu-check": "needs a CUDA device, and says so where there is none",
     "meshnet node Qwen/Qwen3-4B --layers auto --host 0.0.0.0 --device cuda:1": "needs two CUDA devices",
     "sudo useradd --system --home-dir /var/lib/meshnet --create-home meshnet": _ROOT,
