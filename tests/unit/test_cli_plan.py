@@ -44,6 +44,7 @@ def layers(document: dict[str, Any]) -> dict[str, str]:
         ("gpu:24GiB", MachineText(None, "gpu", "cuda", 24 << 30)),
         ("desk=cpu:16GiB@1.5ms", MachineText("desk", "cpu", "cpu", 16 << 30, None, 1.5)),
         ("a-1=mac:8G/bfloat16@2ms+12.5ms", MachineText("a-1", "mac", "mps", 8 << 30, "bfloat16", 2.0, 12.5)),
+        ("cpu:2GiB/int4", MachineText(None, "cpu", "cpu", 2 << 30, "bfloat16+int4")),
         ("cpu:500MB+0ms", MachineText(None, "cpu", "cpu", 500_000_000, None, None, 0.0)),
     ],
 )
@@ -58,7 +59,7 @@ def test_a_machine_as_it_is_written(text: str, machine: MachineText) -> None:
         ("gpu:", "no machine; write"),
         ("gpu:24GiB@fast", "no machine; write"),
         ("tpu:24GiB", "device tpu is unknown; write gpu"),
-        ("cpu:2GiB/int4", "dtype int4 is unknown; write float32"),
+        ("cpu:2GiB/int3", "dtype int3 is unknown; write float32"),
         ("cpu:2GiB@0ms", "more than 0 ms"),
         ("a b=cpu:2GiB", "a machine's name"),
         ("cpu:2.2.2GiB", "no number of bytes"),

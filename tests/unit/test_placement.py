@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -169,3 +170,17 @@ def test_a_thousand_nodes_are_placed_in_a_moment() -> None:
         place(mesh, facts)
         took.append(time.process_time() - began)
     assert min(took) < 0.3  # about 0.06 s on an idle core; `python -m benchmarks.placement` measures
+
+
+def test_packed_weights_count_as_what_they_take_and_the_room_for_sessions_as_ever() -> None:
+    facts = ModelFacts("m", "f" * 64, (1000,) * 10, embedding=500, head=500, shared=500, room=100)
+    assert facts.width("bfloat16") == 2
+    assert facts.width("float32") == 4
+    packed, eight = facts.width("bfloat16+int4"), facts.width("bfloat16+int8")
+    assert packed == pytest.approx((0.625 * 10_000 + 2 * 1000 + 1.25 * 500) / 11_500)
+    assert packed < eight < 2
+    machine, wide = (Machine(name, 2600, width, 1.0) for name, width in (("packed", packed), ("wide", 2)))
+    assert machine.fits(facts, 1, 4)
+    assert not wide.fits(facts, 1, 3)
+    assert machine.furthest(facts, 1, inf) == 4
+    assert wide.furthest(facts, 1, inf) == 2

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from meshnet_cli.session_limits import parse_bytes
-from meshnet_core.dtypes import DTYPE_BYTES
+from meshnet_core.dtypes import DTYPE_BYTES, PACKED_WEIGHT_BYTES
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
 
@@ -60,12 +60,14 @@ class MachineText:
         device = DEVICES.get(match["device"])
         if device is None:
             raise InvalidInputError(f"--on {text!r}: device {match['device']} is unknown; write {', '.join(DEVICES)}")
-        if match["dtype"] is not None and match["dtype"] not in DTYPE_BYTES:
-            raise InvalidInputError(f"--on {text!r}: dtype {match['dtype']} is unknown; write {', '.join(DTYPE_BYTES)}")
+        dtype = match["dtype"]
+        if dtype is not None and dtype not in DTYPE_BYTES and dtype not in PACKED_WEIGHT_BYTES:
+            known = ", ".join((*DTYPE_BYTES, *PACKED_WEIGHT_BYTES))
+            raise InvalidInputError(f"--on {text!r}: dtype {dtype} is unknown; write {known}")
+        if dtype in PACKED_WEIGHT_BYTES:
+            dtype = f"bfloat16+{dtype}"  # what packed weights are computed in
         layer_ms, hop_ms = (None if match[key] is None else float(match[key]) for key in ("layer", "hop"))
         if layer_ms == 0:
             raise InvalidInputError(f"--on {text!r}: a layer takes more than 0 ms")
         name = None if match["name"] is None else check_id(match["name"], "a machine's name")
-        return cls(
-            name, match["device"], device, parse_bytes(match["memory"], option="--on"), match["dtype"], layer_ms, hop_ms
-        )
+        return cls(name, match["device"], device, parse_bytes(match["memory"], option="--on"), dtype, layer_ms, hop_ms)

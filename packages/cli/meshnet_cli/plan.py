@@ -209,7 +209,7 @@ def _facts(model: str, context: int) -> ModelFacts:
 def _machines(
     written: list[MachineText], snapshot: Snapshot | None, facts: ModelFacts, dtype: str | None
 ) -> list[_Candidate]:
-    from meshnet_core.dtypes import dtype_bytes
+    from meshnet_core.dtypes import weight_width
     from meshnet_tracker.machine import Machine
     from meshnet_tracker.mesh_machines import machines_of
     from meshnet_tracker.speed import HOP_MS, layer_ms
@@ -227,11 +227,10 @@ def _machines(
         if name in candidates:
             raise InvalidInputError(f"two machines are called {name}; give each a name of its own: NAME=DEVICE:MEMORY")
         kind = text.dtype or dtype or DTYPES[text.device]
-        width = dtype_bytes(kind)
-        ms = text.layer_ms or layer_ms(text.device, width, facts)
+        ms = text.layer_ms or layer_ms(text.device, weight_width(kind), facts)
         hop = HOP_MS if text.hop_ms is None else text.hop_ms
         candidates[name] = _Candidate(
-            Machine(name, text.memory, width, ms, hop), text.device, kind, guessed=text.layer_ms is None
+            Machine(name, text.memory, facts.width(kind), ms, hop), text.device, kind, guessed=text.layer_ms is None
         )
     if not candidates:
         raise InvalidInputError(f"no node of the mesh serves {facts.model}; name machines with --on")

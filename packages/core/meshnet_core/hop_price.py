@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from meshnet_core.dtypes import dtype_bytes
+from meshnet_core.dtypes import dtype_bytes, weight_width
 from meshnet_core.frames import MAX_CHUNK
 from meshnet_core.link_info import MIB
 
@@ -142,7 +142,7 @@ def decode_ms_of(node: NodeInfo, shard: ShardInfo) -> float:
     """Milliseconds per layer and decoded position, measured or by default."""
     if shard.decode_ms is not None:
         return shard.decode_ms
-    return DEFAULT_DECODE_MS.get(node.device, DEFAULT_DECODE_MS["cpu"]) * dtype_bytes(shard.dtype) / 2
+    return DEFAULT_DECODE_MS.get(node.device, DEFAULT_DECODE_MS["cpu"]) * weight_width(shard.dtype) / 2
 
 
 def spread_of(mean: float | None, behind: Evidence | None) -> float:

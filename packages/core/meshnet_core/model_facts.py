@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from meshnet_core.dtypes import PACKED_WEIGHT_BYTES, dtype_bytes, weight_width
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.wire_fields import items, text, whole
@@ -96,6 +97,21 @@ class ModelFacts:
     def weight_elements(self, layers: LayerRange) -> int:
         """Elements of weights alone."""
         return self.elements(layers.start, layers.stop) - self.room * len(layers)
+
+    def width(self, dtype: str) -> float:
+        """Bytes of an element, weights and the room kept for sessions together, on a machine of that dtype.
+
+        Packed weights are narrower than session state, and what begins and ends the model is held in eight bits or
+        more, so this is a mean: of the layer where it is largest, or of the whole model.
+        """
+        state, weight = dtype_bytes(dtype), weight_width(dtype)
+        if weight == state:
+            return state
+        layers = [(weight * size + state * self.room) / (size + self.room) for size in self.layers if size + self.room]
+        ends = self.embedding + self.head - self.shared
+        inner = weight * sum(self.layers) + state * self.room * self.num_layers
+        total = self.elements(0, self.num_layers)
+        return max(*layers, (inner + PACKED_WEIGHT_BYTES["int8"] * ends) / total, weight) if total else weight
 
     def to_wire(self) -> dict[str, Any]:
         """JSON-ready; equal layers in a row travel as ``[elements, how many]``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from math import floor, inf
+from math import ceil, floor, inf
 from typing import TYPE_CHECKING
 
 from meshnet_core.errors import InvalidInputError
@@ -23,7 +23,7 @@ class Machine:
     Attributes:
         name: its node id.
         memory: bytes that weights and the room kept for sessions may take; of a fixed one it is not looked at.
-        width: bytes of an element at its dtype.
+        width: bytes of an element at its dtype, see ``ModelFacts.width``.
         layer_ms: milliseconds for one layer and one decoded position.
         hop_ms: milliseconds that one more hop costs.
         held: what it holds or is about to hold; None for a newcomer.
@@ -35,14 +35,14 @@ class Machine:
 
     name: str
     memory: int
-    width: int
+    width: float
     layer_ms: float
     hop_ms: float = 0.0
     held: LayerRange | None = None
     fixed: bool = False
 
     def __post_init__(self) -> None:
-        if self.memory < 0 or self.width < 1 or not 0 < self.layer_ms < inf or not 0 <= self.hop_ms < inf:
+        if self.memory < 0 or self.width <= 0 or not 0 < self.layer_ms < inf or not 0 <= self.hop_ms < inf:
             raise InvalidInputError(f"machine {self.name}: memory and times are positive numbers")
         if self.fixed and self.held is None:
             raise InvalidInputError(f"machine {self.name} is fixed, but to no layers")
@@ -54,7 +54,7 @@ class Machine:
 
     def bytes(self, facts: ModelFacts, start: int, stop: int) -> int:
         """Bytes that ``[start, stop)`` takes here, with the room kept for sessions."""
-        return self.width * facts.elements(start, stop)
+        return ceil(self.width * facts.elements(start, stop))
 
     def fits(self, facts: ModelFacts, start: int, stop: int) -> bool:
         return self.bytes(facts, start, stop) <= self.memory
@@ -69,7 +69,7 @@ class Machine:
         by_time = facts.num_layers
         if limit_ms < inf:
             by_time = start + max(0, floor((limit_ms * _ROUNDING - self.hop_ms) / self.layer_ms))
-        elements = self.memory // self.width - (facts.embedding if start == 0 else 0)
+        elements = int(self.memory // self.width) - (facts.embedding if start == 0 else 0)
         by_memory = bisect_right(facts.sums, facts.sums[start] + elements) - 1
         stop = min(by_time, by_memory, facts.num_layers - 1)
         if stop <= start:

@@ -10,7 +10,7 @@ from math import exp, log
 from statistics import median
 from typing import TYPE_CHECKING
 
-from meshnet_core.dtypes import dtype_bytes
+from meshnet_core.dtypes import weight_width
 from meshnet_tracker.machine import Machine
 from meshnet_tracker.speed import HOP_MS, layer_ms
 
@@ -43,7 +43,7 @@ def machines_of(
                 Machine(
                     node.node_id,
                     place.memory,
-                    dtype_bytes(place.dtype),
+                    facts.width(place.dtype),
                     speeds.layer_ms(node.device, place.dtype, own[node.node_id]),
                     HOP_MS,
                     held=(promised or {}).get(node.node_id, place.target),
@@ -54,7 +54,7 @@ def machines_of(
                 Machine(
                     node.node_id if not number else f"{node.node_id}/{number}",
                     0,
-                    dtype_bytes(shard.dtype),
+                    facts.width(shard.dtype),
                     speeds.layer_ms(node.device, shard.dtype, [shard]),
                     HOP_MS,
                     held=shard.layers,
@@ -81,7 +81,7 @@ class _Speeds:
         self._off: defaultdict[str, list[float]] = defaultdict(list)
         for node, shard in shards:
             if (ms := self._measured(shard)) is not None:
-                self._off[node.device].append(ms / layer_ms(node.device, dtype_bytes(shard.dtype), facts))
+                self._off[node.device].append(ms / layer_ms(node.device, weight_width(shard.dtype), facts))
         self._off[""] = [ratio for ratios in self._off.values() for ratio in ratios]
 
     def layer_ms(self, device: str, dtype: str, shards: Iterable[ShardInfo]) -> float:
@@ -90,7 +90,7 @@ class _Speeds:
         if measured:
             return _rounded(measured[0])
         ratios = self._off.get(device) or self._off[""]
-        return _rounded(layer_ms(device, dtype_bytes(dtype), self._facts) * (median(ratios) if ratios else 1.0))
+        return _rounded(layer_ms(device, weight_width(dtype), self._facts) * (median(ratios) if ratios else 1.0))
 
     def _measured(self, shard: ShardInfo) -> float | None:
         """Without the time of the head."""

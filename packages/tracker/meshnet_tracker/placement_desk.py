@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from meshnet_core.dtypes import dtype_bytes
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.placeable import Wish
 from meshnet_tracker.mesh_machines import machines_of
@@ -176,7 +175,7 @@ def _check_contents(place: Placeable, snapshot: Snapshot) -> None:
 
 
 def _too_small(place: Placeable) -> str:
-    facts, width = place.facts, dtype_bytes(place.dtype)
+    facts, width = place.facts, place.facts.width(place.dtype)
     boundaries = facts.boundaries
     least = min(facts.elements(start, stop) for start, stop in pairwise(boundaries))
     return (

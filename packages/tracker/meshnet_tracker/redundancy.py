@@ -62,7 +62,7 @@ class _Stretches:
         facts, last = self._facts, len(self._boundaries) - 1
         if machine.fits(facts, 0, facts.num_layers):
             return LayerRange(0, facts.num_layers)
-        elements = machine.memory // machine.width
+        elements = int(machine.memory // machine.width)
         stops = np.searchsorted(self._sums, self._begin + elements, side="right") - 1
         np.minimum(stops, last - 1, out=stops)  # the last boundary is the model's end, which brings the head
         to_end = int(np.searchsorted(self._sums, self._sums[last] - (elements - facts.head), side="left"))

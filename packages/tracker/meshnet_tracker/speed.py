@@ -32,8 +32,8 @@ SPEEDS = {
 }
 
 
-def layer_ms(device: str, width: int, facts: ModelFacts) -> float:
-    """Milliseconds of one average layer for one decoded position; ``width`` is bytes of an element."""
+def layer_ms(device: str, width: float, facts: ModelFacts) -> float:
+    """Milliseconds of one average layer for one decoded position; ``width`` is bytes of a weight."""
     speed = SPEEDS.get(device, SPEEDS["cpu"])
     return speed.layer_ms + width * sum(facts.layers) / facts.num_layers / speed.bytes_per_ms
 
