@@ -144,11 +144,16 @@ async def busy_tail(nodes: NodeFleet, tasks: Sequence[asyncio.Task[Any]]) -> str
         for name in ("tail-a", "tail-b"):
             if nodes.alive(name):
                 status = await fetch_json(f"{nodes.url(name)}/healthz")
-                going = [s for s in status["running"] if s["frames"].get("decode", 0) >= 5]
+                going = [s for s in status["running"] if steps_of(s) >= 5]
                 if len(going) >= 2:
                     return name
         await asyncio.sleep(0.05)
     raise AssertionError([task.exception() for task in tasks])
+
+
+def steps_of(session: dict[str, Any]) -> int:
+    """How many steps a session has run, with drafts or without."""
+    return int(session["frames"].get("decode", 0)) + int(session["frames"].get("verify", 0))
 
 
 async def batch(
