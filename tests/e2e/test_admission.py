@@ -18,6 +18,7 @@ from in_process_mesh import random_prompt, reference_greedy, reference_model
 from meshnet_cli.children import Child
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import Generation, GenerationRequest
+from meshnet_node.growing_cache import rows_for
 from process_mesh import MeshClient, fetch_json, mesh_client, process_mesh
 from tiny_models import save_tiny
 
@@ -28,7 +29,7 @@ DRAIN_S = 30.0  # a node's own
 # Keys and values of two layers, the token ids that come in, and hidden states on their way to hop 1.
 PER_POSITION = 2 * 2 * 2 * 8 * 4 + 4 + 32 * 4
 EXPIRED = 'meshnet_node_sessions_dropped_total{reason="expired"}'
-ROOM_FOR_8 = str(8 * (PROMPT_LENGTH + COUNT) * PER_POSITION)
+ROOM_FOR_8 = str(8 * rows_for(PROMPT_LENGTH + COUNT) * PER_POSITION)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from drafters import KnowingDrafter, counted, now_and_then
 from meshnet_core.errors import LayersUnavailableError
 from meshnet_gateway.generation import Generation
 from meshnet_gateway.speculation import Speculate
+from meshnet_node.growing_cache import rows_for
 from node_fleet import NodeFleet
 from recovery_client import (
     COUNT,
@@ -39,8 +40,8 @@ pytestmark = [pytest.mark.real_model, pytest.mark.long, pytest.mark.timeout(1200
 
 KILLS = 16
 GROWTH_QUANTUM = 256  # positions that an open sets aside beyond its prefill
-# Keys and values of fifteen layers, three heads of 64, and the hidden states that come in; float32.
-TAIL_BYTES_PER_POSITION = (15 * 2 * 3 * 64 + 576) * 4
+# Of one position at the tail, float32: keys and values of fifteen layers, three heads of 64; hidden states coming in.
+ROW_BYTES, HIDDEN_BYTES = 15 * 2 * 3 * 64 * 4, 576 * 4
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------
@@ -137,12 +138,17 @@ async def test_a_session_that_a_node_dropped_is_prefilled_again(fleet: NodeFleet
     await soon_empty(fleet)
 
 
+def tail_bytes(positions: int) -> int:
+    """What a tail sets aside for a session of so many positions."""
+    return rows_for(positions) * ROW_BYTES + positions * HIDDEN_BYTES
+
+
 async def test_a_session_that_gives_way_to_another_is_prefilled_again_once_there_is_room(fleet: NodeFleet) -> None:
     """Two sessions fit a tail as they open; when the older one outgrows what was set aside for it, the younger goes."""
     prompt = len(prompt_of(QUESTION))
     older_count = GROWTH_QUANTUM + 40
-    room = (prompt + GROWTH_QUANTUM) + (prompt + COUNT) + 2
-    await asyncio.to_thread(fleet.start, "narrow", "15-29", "--cache-bytes", str(room * TAIL_BYTES_PER_POSITION))
+    room = tail_bytes(prompt + GROWTH_QUANTUM) + tail_bytes(prompt + COUNT) + 2 * (ROW_BYTES + HIDDEN_BYTES)
+    await asyncio.to_thread(fleet.start, "narrow", "15-29", "--cache-bytes", str(room))
     await asyncio.to_thread(fleet.wait_ready, "narrow")
     async with client_of(fleet) as client:
         expected = await undisturbed(client)
