@@ -62,10 +62,13 @@ def pack_linears(model: nn.Module, *, keep: frozenset[str] = frozenset()) -> Non
     if not can_pack():
         return
     uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
-    for parent in list(model.modules()):
-        for name, module in list(parent.named_children()):
-            if type(module) is nn.Linear and name not in keep and _packs(module.weight, uses):
-                setattr(parent, name, PackedLinear(module.weight.detach(), module.bias))
+    # Names and not modules are listed: a list would keep every plain matrix until the last is packed.
+    for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
+        for name in [name for name, module in parent.named_children() if type(module) is nn.Linear]:
+            linear = parent.get_submodule(name)
+            weight, bias = linear.get_parameter("weight"), linear._parameters["bias"]
+            if name not in keep and _packs(weight, uses):
+                setattr(parent, name, PackedLinear(weight.detach(), bias))
 
 
 def _packs(weight: torch.Tensor, uses: Counter[int]) -> bool:
