@@ -81,9 +81,9 @@ def test_a_cache_of_the_whole_shard_is_found_where_shards_overlap(
     begin = LayerView.__init__
 
     def with_shard_config(self: Any, shard: Any, held: LayerRange, start: int, family: Any) -> None:
-        begin(self, shard, held, start, family)
         self.wide = copy.deepcopy(shard.config)
         layer_slicing._slice_config(self.wide, held)
+        begin(self, shard, held, start, family)
 
     monkeypatch.setattr(LayerView, "__init__", with_shard_config)
     monkeypatch.setattr(LayerView, "new_cache", lambda self: DynamicCache(config=self.wide))
