@@ -115,7 +115,9 @@ async def test_both_nodes_see_one_session_and_hold_only_their_own_layers(halves:
         # keys and values of 3 heads of 64, in float32, for 15 layers and every position taken in
         positions = len(prompt_of(QUESTIONS[2])) + 7
         per_node = 15 * 2 * 3 * 64 * 4 * positions
-        assert {entry["state_bytes"] for entry in recent.values()} == {per_node}
+        held = [entry["state_bytes"] for entry in recent.values()]
+        assert held[0] == held[1]
+        assert per_node <= held[0] <= per_node * 17 / 16  # with room for the next positions
         shards = {name: (await fetch_json(f"{node['url']}/healthz"))["shards"] for name, node in status.items()}
     # 3.54 M parameters a layer, 28.3 M in the embedding, which a tied head needs too
     layers, embedding = 15 * 3_540_096 * 4, 49152 * HIDDEN_SIZE * 4
