@@ -18,11 +18,11 @@ import pytest
 from free_ports import free_port
 from golden_frames import DECODE, PREFILL
 from meshnet_cli.serving import listen, port_of, serving_aiohttp
-from meshnet_core import stream_codec
+from meshnet_core import stream_codec, stream_connection
 from meshnet_core.clock import ManualClock, SystemClock
 from meshnet_core.doorkeeper import Doorkeeper
 from meshnet_core.errors import DeadlineError, HopFailedError, HopUnreachableError, RateLimitedError
-from meshnet_core.frames import Frame, FrameReply
+from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
 from meshnet_core.http_transport import HttpTransport
 from meshnet_core.stream_codec import CONNECTION, STREAM, MessageBuffer
 from meshnet_core.stream_transport import StreamTransport, transport_for
@@ -480,6 +480,62 @@ async def test_a_hop_that_hangs_is_named_and_its_connection_left(transport: Stre
     assert used == [0, 0, 1]
 
 
+async def test_a_hop_that_hangs_in_mid_frame_is_not_sent_the_rest_of_it_when_it_wakes(
+    transport: StreamTransport,
+) -> None:
+    """What it does not read would be kept, with its connection, for as long as it hangs."""
+    begun, awake, read = asyncio.Event(), asyncio.Event(), asyncio.Queue[int]()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 101 Go\r\nUpgrade: {STREAM}\r\n\r\n".encode())
+        count = 0
+        with contextlib.suppress(ConnectionError):
+            count += len(await reader.read(10))
+            begun.set()
+            await awake.wait()
+            while data := await reader.read(2**20):
+                count += len(data)
+        read.put_nowait(count)
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    big = replace(DECODE.frame, body=bytes(64 * 2**20), deadline_ms=500)
+    while not begun.is_set():  # where the machine stalls, the time may be up before a frame is on its way
+        error = await refused(transport.forward(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", big))
+        assert isinstance(error, DeadlineError)
+    awake.set()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await read.get() < len(big.body)
+    server.close()
+
+
+async def test_an_upgrade_that_is_never_answered_holds_up_one_frame_and_the_next_ones_are_posts(
+    transport: StreamTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a proxy that knows no upgrades."""
+    monkeypatch.setattr(stream_connection, "UPGRADE_S", 0.2)
+    asked: list[str] = []
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            asked.append((await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1].decode())
+            if asked[-1] == "/hop/stream":
+                await reader.read()
+            else:
+                body = json.dumps(FrameReply(262).to_wire()).encode()
+                head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+                writer.write(head.encode() + body)
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for _ in range(2):
+        assert await transport.forward(url, replace(DECODE.frame, deadline_ms=1000 * PATIENCE_S)) == FrameReply(262)
+    assert asked == ["/hop/stream", "/hop/forward", "/hop/forward"]
+    server.close()
+
+
 async def test_a_frame_whose_caller_left_is_answered_to_nobody(node: Node, transport: StreamTransport) -> None:
     node.endpoint.held = {1: asyncio.Event()}
     call = asyncio.create_task(transport.forward(node.url, at(1)))
@@ -511,6 +567,47 @@ async def test_an_idle_stream_is_closed_by_the_node_too(monkeypatch: pytest.Monk
     monkeypatch.setattr("meshnet_node.torch_server.KEEPALIVE_S", 0.2)
     async with serving() as node, raw(node.port) as connection:
         assert await connection.answer() is None
+
+
+async def test_an_idle_stream_whose_caller_does_not_read_is_not_waited_for() -> None:
+    stream = frame_stream.FrameStream(
+        lambda *_: asyncio.sleep(0, b""),
+        lambda *_: None,
+        protocols=PROTOCOLS,
+        max_body=MAX_BODY,
+        body_timeout_s=PATIENCE_S,
+        idle_s=0.05,
+        on_lost=lambda _: None,
+    )
+    wire = Stuck(stream)
+    stream.connection_made(wire)
+    stream.pause_writing()
+    async with asyncio.timeout(PATIENCE_S):
+        await stream.gone
+
+
+class Stuck(asyncio.Transport):
+    """A connection with bytes to send that its other side never takes: it does not close, it has to be cut."""
+
+    def __init__(self, stream: frame_stream.FrameStream) -> None:
+        super().__init__()
+        self._stream = stream
+        self._closing = False
+
+    def get_write_buffer_size(self) -> int:
+        return 1
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        self._closing = True
+
+    def abort(self) -> None:
+        self._stream.connection_lost(None)
+
+    def pause_reading(self) -> None:
+        return None
 
 
 async def test_no_path_but_the_streams_is_upgraded(node: Node) -> None:

@@ -23,6 +23,7 @@ from meshnet_core.stream_codec import (
 
 PATH = "/hop/stream"
 HANDSHAKE_S = 10.0
+UPGRADE_S = 15.0  # whoever has not answered the upgrade by then, a hop or what stands before it, is sent posts
 MAX_REFUSAL_BYTES = 64 * 1024  # of the answer to an upgrade
 MAX_REPLY_BYTES = 8 * 2**20
 
@@ -76,7 +77,7 @@ class StreamConnection(asyncio.Protocol):
             RateLimitedError: it was asked too much.
             StreamLostError: the connection ended.
         """
-        await self._opened
+        await asyncio.shield(self._opened)  # data may still come for one whose dialling was given up
 
     async def exchange(self, frame: Frame, deadline_ms: int) -> FrameReply | bytes:
         """Send a frame; its reply, or the JSON of its refusal. Whoever is cancelled leaves the frame where it is.
@@ -90,10 +91,11 @@ class StreamConnection(asyncio.Protocol):
             raise StreamLostError(self._said or "the connection was closed")
         self._last = self._last % MAX_REQUEST + 1
         request = self._last
+        message = encode_frame(frame, request, deadline_ms)
         answer: asyncio.Future[FrameReply | bytes] = self._loop.create_future()
         self._pending[request] = answer
         self.used_at = self._loop.time()
-        self._transport.write(encode_frame(frame, request, deadline_ms))
+        self._transport.write(message)
         try:
             return await answer
         finally:
@@ -108,8 +110,7 @@ class StreamConnection(asyncio.Protocol):
     def close(self) -> None:
         """End it at once; what is pending is lost."""
         self.retired = True
-        if self._transport is not None:
-            self._transport.close()
+        self._end()
 
     # -- asyncio's side ------------------------------------------------------------------------------------------------
 
@@ -192,8 +193,14 @@ class StreamConnection(asyncio.Protocol):
             waiting.set_result(answer)
 
     def _close_if_done(self) -> None:
-        if self.retired and not self._pending and self._transport is not None:
-            self._transport.close()
+        if self.retired and not self._pending:
+            self._end()
+
+    def _end(self) -> None:
+        """Nobody waits for an answer any more; what the hop has not taken in yet it might never."""
+        if self._transport is not None:
+            unsent = self._transport.get_write_buffer_size() > 0
+            (self._transport.abort if unsent else self._transport.close)()
 
 
 def _read_head(head: bytes) -> tuple[int, dict[str, str]]:
@@ -222,7 +229,7 @@ async def dial(url: str, tls: ssl.SSLContext | None, connect_timeout_s: float) -
     """A new stream to the hop at ``url``; ``tls`` of None uses the system's authorities for https:// addresses.
 
     Raises:
-        NoStreamError: what answers speaks no stream.
+        NoStreamError: what answers speaks no stream, or does not answer.
         RateLimitedError: it was asked too much.
         StreamLostError: it closed the connection.
         OSError: it cannot be reached.
@@ -246,7 +253,11 @@ async def dial(url: str, tls: ssl.SSLContext | None, connect_timeout_s: float) -
     except TimeoutError as error:
         raise OSError("Connection timeout") from error
     try:
-        await connection.opened()
+        async with asyncio.timeout(UPGRADE_S):
+            await connection.opened()
+    except TimeoutError as error:
+        connection.close()
+        raise NoStreamError(f"no answer to the upgrade within {UPGRADE_S:g} s") from error
     except BaseException:
         connection.close()
         raise

@@ -74,6 +74,7 @@ class StreamTransport:
             return await self._http.forward(url, frame)
         call = HopCall("GET", url, "/hop/stream", frame.deadline_ms / 1000, frame.hop_index)
         way = (url, len(frame.body) >= LARGE_BYTES)
+        began = self._clock.now()
 
         async def attempt(left_s: float, reuse: Reuse) -> FrameReply:
             return await self._exchange(call, way, frame, left_s, reuse)
@@ -83,8 +84,10 @@ class StreamTransport:
         except NoStreamError:
             if len(self._posts_until) >= MAX_STREAMS:
                 self._posts_until.clear()
-            self._posts_until[url] = self._clock.now() + POSTS_S
-            return await self._http.forward(url, frame)
+            now = self._clock.now()
+            self._posts_until[url] = now + POSTS_S
+            left_ms = frame.deadline_ms - round(1000 * (now - began))
+            return await self._http.forward(url, replace(frame, deadline_ms=max(1, left_ms)))
         except DeadlineError as error:
             if isinstance(error.__cause__, TimeoutError) and way in self._streams:
                 self._retire(self._streams.pop(way))  # on a connection where one waited in vain others might too

@@ -87,8 +87,7 @@ class FrameStream(asyncio.Protocol):
         """End it at once, with what runs for it."""
         for task in list(self._tasks):
             task.cancel()
-        if self._transport is not None:
-            self._transport.close()
+        self._end()
 
     # -- asyncio's side ------------------------------------------------------------------------------------------------
 
@@ -217,8 +216,14 @@ class FrameStream(asyncio.Protocol):
         left_s = self._active_at + self._idle_s - self._loop.time()
         if self._tasks or left_s > 0:
             self._idle = self._loop.call_later(self._idle_s if self._tasks else left_s, self._check_idle)
-        elif self._transport is not None:
-            self._transport.close()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        """Who does not read what was sent might never; otherwise it would be waited for."""
+        if self._transport is not None:
+            unread = self._transport.get_write_buffer_size() > 0
+            (self._transport.abort if unread else self._transport.close)()
 
     def _close_if_done(self) -> None:
         if self._deaf and not self._tasks and self._transport is not None and not self._transport.is_closing():
