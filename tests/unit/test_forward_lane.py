@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import pytest
 
+from meshnet_core.frames import MAX_DRAFT
+from meshnet_gateway.step_frames import MOST_AGAIN
 from meshnet_node.forward_lane import ForwardLane, LaneTiming
 from meshnet_node.model_backend import ShardBackend, ShardResult, ShardWork
 from meshnet_node.session_state import SessionState
@@ -294,6 +296,17 @@ async def test_beside_steps_a_long_frame_runs_in_pieces_and_its_caller_sees_one(
     assert [piece.sample for piece in echo.works] == [0] * (len(echo.works) - 1) + [1]
     assert [piece.held for piece in echo.works] == [held] + [None] * (len(echo.works) - 1)
     assert min(timing.queue_s, timing.forward_s, timing.finish_s) >= 0
+
+
+async def test_a_frame_of_as_many_drafts_as_there_may_be_is_a_step_too(still: Lane) -> None:
+    """So that prefills run in pieces beside it, and it is not held back as they are."""
+    echo = EchoBackend()
+    most = MAX_DRAFT + MOST_AGAIN + 1
+    verify = replace(long_work(verify=True, sample=MAX_DRAFT + 1), seq_len=most, payload=LONG[:most])
+    await still.lane.run("drafts", cast(ShardBackend, echo), verify, lambda result: result)
+    echo.works.clear()
+    await still.lane.run("long", cast(ShardBackend, echo), long_work(), lambda result: result)
+    assert len(echo.works) > 1
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class _Job(Generic[T]):
     def __post_init__(self) -> None:
         key = self.backend.batch_key(self.work) if self.backend.batch_limit > 1 else None
         self.batch = None if key is None else (id(self.backend), key)
-        self.is_step = is_step(self.work.seq_len)
+        self.is_step = is_step(self.work.seq_len, verify=self.work.verify)
 
     @property
     def batch_limit(self) -> int:

@@ -22,6 +22,8 @@ from typing import Generic, Protocol, TypeVar
 
 STEP_POSITIONS = 16
 """Frames of up to so many positions are steps: reading the weights is most of what they take. The least piece, too."""
+VERIFY_POSITIONS = 32
+"""Frames with drafts are steps up to here: the newest token, drafts behind it, and what is sent again before it."""
 FIRST_PIECE = 32
 STEPS_LINGER_S = 1.0
 """Steps are about for so long after one has run: a session's next is at another hop, or at the gateway, meanwhile."""
@@ -80,9 +82,9 @@ class Taken(Generic[J]):
     positions: int
 
 
-def is_step(positions: int) -> bool:
-    """Whether a frame of so many positions counts as a step."""
-    return positions <= STEP_POSITIONS
+def is_step(positions: int, *, verify: bool = False) -> bool:
+    """Whether a frame of so many positions, some of them drafts if ``verify``, counts as a step."""
+    return positions <= (VERIFY_POSITIONS if verify else STEP_POSITIONS)
 
 
 @dataclass(slots=True)
