@@ -83,6 +83,7 @@ def test_layers_of_a_model_are_split_here_as_the_route_has_them(tmp_path: Path) 
     ("wrong", "said"),
     [
         (["--step-of", "m"], "--step-of means something with --profile alone"),
+        (["--profile", "--step-of", "nosuch"], "'nosuch' is no model"),
         (["--profile", "--threads", "2"], "--threads means something with --profile --step-of MODEL alone"),
     ],
 )

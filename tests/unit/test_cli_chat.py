@@ -30,6 +30,12 @@ def test_what_the_model_thinks_is_shown_beside_the_answer_and_is_no_part_of_it()
     assert "(let me( see\n\n" in done.stderr
 
 
+def test_a_terminal_that_cannot_show_all_gets_what_it_can() -> None:
+    with serving(ScriptedGateway([["Hel", "lo ☀"]])) as gateway:
+        result = run("chat", "--url", gateway.url, "-m", "hi", PYTHONIOENCODING="ascii")
+    assert (result.returncode, result.stdout) == (0, "Hello ?\n")
+
+
 def test_the_model_and_the_temperature_can_be_chosen() -> None:
     with serving(ScriptedGateway([["ok"]], models=["tiny", "other"])) as gateway:
         result = run("chat", "--url", gateway.url, "-m", "hi", "--model", "other", "--temperature", "0")

@@ -123,6 +123,22 @@ async def test_a_gateway_that_is_not_there_is_named_with_the_remedy() -> None:
             await gateway.models()
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "http://", "http://a b/v1", "http://[::1/v1", "http://h:99999/v1", "http://h:0", "ftp://h/v1"],
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidInputError, match="write it like http"):
-        Gateway("localhost:8000")
+        Gateway(url)
+
+
+async def test_an_address_without_v1_is_told_with_it() -> None:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "Not Found: GET /models"}}, status=404)
+
+    server = await serve(handler)
+    url = str(server.make_url("/v1/more"))
+    async with Gateway(url) as gateway:
+        with pytest.raises(CommandFailedError, match=f"usually at /v1: --url {url}/v1"):
+            await gateway.models()
+    await server.close()

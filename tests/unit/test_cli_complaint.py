@@ -74,6 +74,22 @@ def test_a_usage_error_is_two_lines_that_point_at_the_help(
     assert lines[1] == "Try: meshnet --help"
 
 
+def test_variables_and_reasons_are_told_as_people_write_them() -> None:
+    said = "'--quantize' (env var: '['MESHNET_UP_QUANTIZE', 'MESHNET_QUANTIZE']'): Value error, 'x' is not one of 'a'"
+    told = "'--quantize' (env var: 'MESHNET_UP_QUANTIZE' or 'MESHNET_QUANTIZE'): 'x' is not one of 'a'"
+    assert complaint.plain_words(said) == told
+    assert complaint.plain_words("'--port' (env var: 'MESHNET_X')") == "'--port' (env var: 'MESHNET_X')"
+
+
+@pytest.mark.parametrize("name", ["torch", "gguf", "safetensors.torch"])
+def test_what_only_nodes_need_is_told_with_how_to_get_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint.run(command(ModuleNotFoundError(f"No module named {name!r}", name=name)), []) == 1
+    shown = capsys.readouterr().err
+    assert f"this needs {name}" in shown
+    assert "pip install 'meshnet[node]'" in shown
+    assert "bug" not in shown
+
+
 def test_success_is_0_and_an_interrupt_130() -> None:
     assert complaint.run(command(None), []) == 0
     assert complaint.run(command(KeyboardInterrupt()), []) == 130

@@ -92,6 +92,8 @@ def bench(
         if missing:
             needs = "--profile" if missing == "--step-of" else "--profile --step-of MODEL"
             raise InvalidInputError(f"{missing} means something with {needs} alone; give that too")
+    if step_of is not None:
+        bench_profile.check_model(step_of)
     gateway = Gateway(url or options.DEFAULT_API_URL, api_key)
     partner = Partner(gateway, asyncio.run(model_of(gateway, model)), temperature=0)
     fields: dict[str, Any] = {"meshnet": {"profile": "on"}} if profile else {}

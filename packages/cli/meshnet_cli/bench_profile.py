@@ -92,6 +92,17 @@ class HopSplit:
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
 
+def check_model(model: str) -> None:
+    """That MODEL is one, before minutes of measuring end with the news that it is not.
+
+    Raises:
+        MeshnetError: it is none, or not found.
+    """
+    from meshnet_node.model_files import open_model
+
+    open_model(model)
+
+
 def split_here(
     model: str, route: Sequence[dict[str, Any]], position: int, threads: int | None, steps: int = STEPS
 ) -> list[HopSplit]:

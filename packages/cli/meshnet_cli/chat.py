@@ -49,6 +49,8 @@ def chat(
 
     if as_json and message is None:
         raise InvalidInputError("--json is for one question; give it with --message")
+    if message is not None and not is_unicode(message):
+        raise InvalidInputError("--message is not in this terminal's encoding, which should be UTF-8; see `locale`")
     gateway = Gateway(url or options.DEFAULT_API_URL, api_key)
     try:
         served = asyncio.run(model_of(gateway, model))
@@ -62,6 +64,11 @@ def chat(
         asyncio.run(_document(partner, turn) if as_json else _answer(partner, turn, []))
         return
     _converse(partner)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether what was typed is characters alone, without bytes that Python could not read."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _tell_of_others(error: GatewayUnreachableError) -> None:
@@ -110,6 +117,9 @@ def _converse(partner: Partner) -> None:
             return
         if not text:
             continue
+        if not is_unicode(text):
+            say("meshnet: that is not in this terminal's encoding, which should be UTF-8; see `locale`\n")
+            continue
         turn = [*history, {"role": "user", "content": text}]
         pieces: list[str] = []
         try:
@@ -143,12 +153,20 @@ async def _document(partner: Partner, messages: list[Message]) -> None:
 
 async def _answer(partner: Partner, messages: list[Message], pieces: list[str]) -> None:
     """Show an answer as it comes; ``pieces`` gets what has come, also if it is stopped."""
+    from meshnet_cli.chat_silence import watched
     from meshnet_cli.chat_stream import Ended, Prefill, Text, Thought
 
     shown, thinking = _PrefillLine(), False
     sampling = {"temperature": partner.temperature, "top_p": CHAT_TOP_P}
     async with partner.gateway as gateway:
-        async for event in gateway.chat(partner.model, messages, **sampling):
+
+        async def tell_why() -> None:
+            if (reason := await _reason(gateway, partner.model)) is not None:
+                shown.clear()
+                sys.stderr.write("\n" * (bool(pieces) or thinking) + f"nothing yet: {reason}\n")
+                sys.stderr.flush()
+
+        async for event in watched(gateway.chat(partner.model, messages, **sampling), tell_why):
             match event:
                 case Prefill(done, total):
                     shown.update(done, total)
@@ -171,6 +189,22 @@ async def _answer(partner: Partner, messages: list[Message], pieces: list[str]) 
                     sys.stdout.write("\n")
                     sys.stdout.flush()
                     sys.stderr.write(f"[{speed_line(event)}]\n")
+
+
+async def _reason(gateway: Gateway, model: str) -> str | None:
+    """Why nothing comes; None where nobody knows."""
+    from meshnet_cli.chat_silence import reason_of
+
+    try:
+        return reason_of(await gateway.get("/meshnet/status"), model)
+    except (
+        MeshnetError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):  # a help, and no reason to end what may still come
+        return None
 
 
 class _PrefillLine:

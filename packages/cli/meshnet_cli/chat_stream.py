@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.connection_words import connection_words
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.remedies import REMEDIES
+from meshnet_core.web_address import is_web_address
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 120.0  # longer than a gateway waits for one step of its nodes
@@ -78,7 +79,7 @@ class Gateway:
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
+        if not is_web_address(url):
             raise InvalidInputError(f"--url {url!r} is no address; write it like http://127.0.0.1:8000/v1")
         self.url = url.rstrip("/")
         self._headers = access.headers_with(key or access.client_key())
@@ -102,11 +103,15 @@ class Gateway:
         """The JSON object at ``path`` below the API's address."""
         try:
             async with self._client.get(self.url + path) as response:
+                if response.status == 404 and not self.url.endswith("/v1"):
+                    raise CommandFailedError(
+                        f"no API of a gateway is at {self.url}; it is usually at /v1: --url {self.url}/v1"
+                    )
                 return await self._object(response)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
 
-    async def chat(self, model: str, messages: list[dict[str, str]], **fields: Any) -> AsyncIterator[Event]:
+    async def chat(self, model: str, messages: list[dict[str, str]], **fields: Any) -> AsyncGenerator[Event]:
         """Stream an answer.
 
         Raises:

@@ -5,6 +5,7 @@ unless MESHNET_DEBUG=1 asks for it.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _INPUT_ERRORS = (InvalidInputError, RequestRefusedError, ModelNotFoundError, UnsupportedModelError)
 
 
+_OF_NODES = frozenset({"gguf", "psutil", "safetensors", "torch"})  # the extra `node` of pyproject.toml
 MORE_MEMORY = "Hold fewer layers here (--layers), or in 16 bits (--dtype bfloat16), or free memory."
 
 
@@ -33,6 +35,9 @@ class CommandFailedError(MeshnetError):
 
 # Typer re-exports only this leaf of click's tree of usage errors; the root is the same in all versions.
 UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])
+
+
+_ENV_VARS = re.compile(r"\(env var: '\[(.*?)\]'\)")
 
 
 def run(command: Any, arguments: list[str] | None = None) -> int:
@@ -63,6 +68,8 @@ def _unexpected(error: Exception) -> str:
     if is_out_of_memory(error):
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         return f"memory ran out ({reason[:200]})\n{MORE_MEMORY}"
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _OF_NODES:
+        return f"this needs {error.name}, which nodes need and which is not installed here: pip install 'meshnet[node]'"
     return f"unexpected {type(error).__name__}: {error}\nThis is a bug; MESHNET_DEBUG=1 shows where it happened."
 
 
@@ -93,5 +100,12 @@ def _show_usage(error: Any) -> int:
     if not message:  # bare `meshnet`: the help has been printed
         return int(error.exit_code)
     command = error.ctx.command_path if error.ctx is not None else "meshnet"
-    sys.stderr.write(f"{command}: {message}\nTry: {command} --help\n")
+    sys.stderr.write(f"{command}: {plain_words(message)}\nTry: {command} --help\n")
     return BAD_INPUT
+
+
+def plain_words(message: str) -> str:
+    """A usage error's message without what only programmers read: a list of variables as Python writes it, and the
+    kind of an exception."""
+    message = _ENV_VARS.sub(lambda found: f"(env var: {found[1].replace(', ', ' or ')})", message)
+    return message.replace("Value error, ", "")

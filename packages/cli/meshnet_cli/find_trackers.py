@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from meshnet_cli import options, trust
 from meshnet_cli.complaint import CommandFailedError
 from meshnet_core.errors import InvalidInputError, TrackerUnreachableError
+from meshnet_core.web_address import is_web_address
 
 if TYPE_CHECKING:
     from meshnet_core.membership import Snapshot
@@ -41,7 +42,7 @@ async def trackers_for(
     """
     if identity is None and not insecure:
         for url in given:
-            if url.startswith("http://") and not trust.is_loopback_url(url):
+            if url.startswith("http://") and is_web_address(url) and not trust.is_loopback_url(url):
                 raise InvalidInputError(
                     f"{url} is on another machine and not encrypted: what is asked would pass in the clear. "
                     "Join its mesh with `meshnet join TICKET`, or say --insecure if that is meant"

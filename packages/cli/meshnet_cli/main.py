@@ -6,6 +6,7 @@ a machine with only a tracker or a gateway never imports torch.
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -80,4 +81,7 @@ app.command("demo", hidden=True)(demo.demo)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 when all went well, 2 for input that cannot be right, 1 for other failures."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # where a locale cannot say all that a model does, "?" stands for it
+            stream.reconfigure(errors="replace")
     sys.exit(complaint.run(typer.main.get_command(app), arguments))

@@ -26,6 +26,7 @@ from meshnet_cli.session_limits import (
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.ids import check_id
 from meshnet_core.layer_range import LayerRange
+from meshnet_core.web_address import is_web_address
 from meshnet_core.wire_form import WireForm
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def node(
         SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace, prefix_reuse=prefix_reuse),
         max_sessions_per_peer=max_sessions_per_peer,
     )
-    if advertise is not None and not advertise.startswith(("http://", "https://")):
+    if advertise is not None and not is_web_address(advertise):
         raise InvalidInputError(f"--advertise {advertise!r} is no address; write it like http://10.0.0.7:7410")
     if api_port is not None and not api:
         raise InvalidInputError("--api-port is the port of the API that --api serves; give both or neither")

@@ -197,7 +197,9 @@ def _check_value(setting: Setting, value: Any) -> None:
     try:
         setting.option.process_value(context, value)
     except complaint.UsageError as error:
-        raise InvalidInputError(f"[{setting.command}] {setting.key} = {value!r}: {error.message}") from error
+        raise InvalidInputError(
+            f"[{setting.command}] {setting.key} = {value!r}: {complaint.plain_words(error.message)}"
+        ) from error
 
 
 def _meant(name: str, known: Any) -> str:

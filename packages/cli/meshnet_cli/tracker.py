@@ -12,6 +12,7 @@ import typer
 from meshnet_cli import lifeline, mdns, options, renewal, serving, trust
 from meshnet_core import __version__
 from meshnet_core.errors import InvalidInputError
+from meshnet_core.web_address import is_web_address
 from meshnet_tracker.registry import RegistryAddress
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def tracker(
     shared = None if registry is None else RegistryAddress.parse(registry)
     sock = serving.listen(host, port)
     scheme = trust.scheme_of(identity)
+    if advertise is not None and not is_web_address(advertise):
+        raise InvalidInputError(f"--advertise {advertise!r} is no address; write it like {scheme}://10.0.0.5:7400")
     if advertise is not None and not advertise.startswith(f"{scheme}://"):
         raise InvalidInputError(f"--advertise {advertise} must begin with {scheme}://, which this tracker speaks")
     asyncio.run(_serve(host, sock, identity, advertise, shared, announce=announce))

@@ -10,6 +10,7 @@ import aiohttp
 
 from meshnet_core.connection_words import connection_words
 from meshnet_core.errors import InvalidInputError, TrackerUnreachableError, error_from_wire
+from meshnet_core.web_address import is_web_address
 
 _REMEDY = "start one with `meshnet tracker`, or give the address of yours with --tracker"
 
@@ -28,7 +29,7 @@ class TrackerCalls:
     """
 
     def __init__(self, url: str, timeout_s: float, tls: ssl.SSLContext | None) -> None:
-        if not is_tracker_url(url):
+        if not is_web_address(url):
             raise InvalidInputError(f"a tracker's address is a URL such as http://127.0.0.1:7400, not {url!r}")
         check_scheme(url, tls)
         self.url = url.rstrip("/")
@@ -118,11 +119,6 @@ class TrackerCalls:
     def no_tracker(self, seen: str) -> TrackerUnreachableError:
         """What answers there says what no tracker would."""
         return TrackerUnreachableError(f"what answers at {self.url} is no meshnet tracker: {seen}; {_REMEDY}")
-
-
-def is_tracker_url(url: str) -> bool:
-    """Whether ``url`` can be a tracker's address."""
-    return url.startswith(("http://", "https://")) and bool(url.partition("://")[2].strip("/"))
 
 
 def check_scheme(url: str, tls: ssl.SSLContext | None) -> None:

@@ -19,7 +19,8 @@ from meshnet_core.link_info import MAX_LINKS, Neighbour
 from meshnet_core.membership import NodeInfo, Snapshot
 from meshnet_core.placeable import Wish
 from meshnet_core.route import Route
-from meshnet_core.tracker_calls import TrackerCalls, is_tracker_url
+from meshnet_core.tracker_calls import TrackerCalls
+from meshnet_core.web_address import is_web_address
 from meshnet_core.wire_fields import items, optional_number
 
 MAX_LEASE_S = 86_400.0
@@ -255,6 +256,6 @@ class TrackerClient:
 def _mesh_of_trackers(reply: dict[str, Any]) -> MeshOfTrackers:
     """What a reply says of other trackers; a tracker that says nothing of them, or nonsense, has none."""
     named, registry = reply.get("trackers"), reply.get("registry")
-    urls = [url for url in named if isinstance(url, str) and is_tracker_url(url)] if isinstance(named, list) else []
+    urls = [url for url in named if isinstance(url, str) and is_web_address(url)] if isinstance(named, list) else []
     known = registry if registry in {"reachable", "unreachable"} else "none"
     return MeshOfTrackers(tuple(url.rstrip("/") for url in urls[:MAX_TRACKERS]), known)

@@ -1,0 +1,17 @@
+"""Whether a string can be dialled: the check that all addresses get which people type."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+
+def is_web_address(url: str) -> bool:
+    """Whether ``url`` is of HTTP or HTTPS, with a host and no impossible port. Nothing is looked up."""
+    if any(character.isspace() for character in url):
+        return False
+    try:
+        parts = urlsplit(url)
+        port = parts.port  # raises where it is none
+    except ValueError:
+        return False
+    return parts.scheme in {"http", "https"} and bool(parts.hostname) and port != 0
