@@ -536,6 +536,38 @@ async def test_an_upgrade_that_is_never_answered_holds_up_one_frame_and_the_next
     server.close()
 
 
+async def test_whoever_waits_for_a_connection_is_told_that_the_transport_closes() -> None:
+    asked = asyncio.Event()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    transport = transport_for(WireForm.STREAM, SystemClock())
+    frame = replace(DECODE.frame, deadline_ms=1000 * PATIENCE_S)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    call = asyncio.create_task(transport.forward(url, frame))
+    await asked.wait()
+    await transport.close()
+    assert isinstance(await refused(call), HopUnreachableError)
+    server.close()
+
+
+async def test_what_a_connection_still_owes_that_another_replaced_ends_with_the_transport(node: Node) -> None:
+    transport = transport_for(WireForm.STREAM, SystemClock())
+    node.endpoint.held = {1: asyncio.Event()}
+    slow = asyncio.create_task(transport.forward(node.url, replace(at(1), deadline_ms=1000 * PATIENCE_S)))
+    await node.endpoint.seen(1)
+    await refused(transport.forward(node.url, replace(DECODE.frame, body=bytes(MAX_BODY + 1))))
+    assert (await transport.forward(node.url, at(2))).position == 3  # on another one
+    await transport.close()
+    assert isinstance(await refused(slow), HopUnreachableError)
+    node.endpoint.held[1].set()
+
+
 async def test_a_frame_whose_caller_left_is_answered_to_nobody(node: Node, transport: StreamTransport) -> None:
     node.endpoint.held = {1: asyncio.Event()}
     call = asyncio.create_task(transport.forward(node.url, at(1)))
@@ -569,9 +601,38 @@ async def test_an_idle_stream_is_closed_by_the_node_too(monkeypatch: pytest.Monk
         assert await connection.answer() is None
 
 
-async def test_an_idle_stream_whose_caller_does_not_read_is_not_waited_for() -> None:
+class Wire(asyncio.Transport):
+    """What a stream writes to; one with ``unsent`` bytes does not close, it has to be cut."""
+
+    def __init__(self, unsent: int = 0) -> None:
+        super().__init__()
+        self.unsent = unsent
+        self.cut, self.closing = asyncio.Event(), False
+        self.written = asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written.set()
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.cut.set()
+
+    def pause_reading(self) -> None:
+        return None
+
+
+def stream_on(wire: Wire) -> frame_stream.FrameStream:
+    """One that is idle after a moment."""
     stream = frame_stream.FrameStream(
-        lambda *_: asyncio.sleep(0, b""),
+        lambda *_: asyncio.sleep(0, b"an answer"),
         lambda *_: None,
         protocols=PROTOCOLS,
         max_body=MAX_BODY,
@@ -579,35 +640,29 @@ async def test_an_idle_stream_whose_caller_does_not_read_is_not_waited_for() -> 
         idle_s=0.05,
         on_lost=lambda _: None,
     )
-    wire = Stuck(stream)
     stream.connection_made(wire)
+    return stream
+
+
+async def test_a_stream_on_which_a_message_is_coming_in_is_not_idle() -> None:
+    wire = Wire()
+    stream = stream_on(wire)
+    stream.data_received(GOOD[:-1])
+    await asyncio.sleep(0.3)
+    assert not wire.closing
+    stream.data_received(GOOD[-1:])
+    async with asyncio.timeout(PATIENCE_S):
+        await wire.written.wait()
+    stream.connection_lost(None)
+
+
+async def test_an_idle_stream_whose_caller_does_not_read_is_not_waited_for() -> None:
+    wire = Wire(unsent=1)
+    stream = stream_on(wire)
     stream.pause_writing()
     async with asyncio.timeout(PATIENCE_S):
-        await stream.gone
-
-
-class Stuck(asyncio.Transport):
-    """A connection with bytes to send that its other side never takes: it does not close, it has to be cut."""
-
-    def __init__(self, stream: frame_stream.FrameStream) -> None:
-        super().__init__()
-        self._stream = stream
-        self._closing = False
-
-    def get_write_buffer_size(self) -> int:
-        return 1
-
-    def is_closing(self) -> bool:
-        return self._closing
-
-    def close(self) -> None:
-        self._closing = True
-
-    def abort(self) -> None:
-        self._stream.connection_lost(None)
-
-    def pause_reading(self) -> None:
-        return None
+        await wire.cut.wait()
+    stream.connection_lost(None)
 
 
 async def test_no_path_but_the_streams_is_upgraded(node: Node) -> None:

@@ -137,7 +137,13 @@ class StreamTransport:
         if task is None:
             task = self._dialled[way] = asyncio.create_task(dial(way[0], self._tls, self._connect_timeout_s))
             task.add_done_callback(lambda done: self._made(way, done))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if not task.cancelled() or (caller is not None and caller.cancelling()):
+                raise
+            raise HopUnreachableError(f"{call}: this transport was closed", hop_index=call.hop_index) from None
 
     def _made(self, way: _Way, task: asyncio.Task[StreamConnection]) -> None:
         del self._dialled[way]
@@ -146,6 +152,8 @@ class StreamTransport:
         if self._closed:
             task.result().close()
             return
+        if (before := self._streams.get(way)) is not None:
+            self._retire(before)
         self._streams[way] = task.result()
         if self._idle is None:
             self._idle = asyncio.get_running_loop().call_later(KEEPALIVE_S / 2, self._close_idle)
@@ -159,7 +167,7 @@ class StreamTransport:
         for way, stream in list(self._streams.items()):
             if stream.retired or (not stream.pending and loop.time() - stream.used_at >= KEEPALIVE_S):
                 del self._streams[way]
-                stream.retire()
+                self._retire(stream)
         self._idle = loop.call_later(KEEPALIVE_S / 2, self._close_idle) if self._streams else None
 
 

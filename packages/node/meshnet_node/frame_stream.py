@@ -214,8 +214,9 @@ class FrameStream(asyncio.Protocol):
 
     def _check_idle(self) -> None:
         left_s = self._active_at + self._idle_s - self._loop.time()
-        if self._tasks or left_s > 0:
-            self._idle = self._loop.call_later(self._idle_s if self._tasks else left_s, self._check_idle)
+        busy = bool(self._tasks) or self._late is not None  # a message that is on its way has a limit of its own
+        if busy or left_s > 0:
+            self._idle = self._loop.call_later(self._idle_s if busy else left_s, self._check_idle)
         else:
             self._end()
 
