@@ -96,7 +96,14 @@ def test_packed_answers_are_those_of_the_values_but_for_rounding(arch: str, tmp_
     assert torch.nn.functional.cosine_similarity(packed, exact).min() > 0.99
 
 
-@pytest.mark.parametrize(("arch", "kind"), [("llama", "Q4_1"), ("qwen2", "Q4_0"), ("qwen35", "Q8_0")])
+@pytest.mark.parametrize(
+    ("arch", "kind"),
+    [
+        ("llama", "Q4_1"),
+        pytest.param("qwen2", "Q4_0", marks=pytest.mark.long),
+        pytest.param("qwen35", "Q8_0", marks=pytest.mark.long),
+    ],
+)
 def test_packed_splits_answer_as_the_packed_whole_does(arch: str, kind: str, tmp_path: Path) -> None:
     files = opened(tiny(arch, kind), tmp_path)
     folder = files.prepare(whole(files), dtype="bfloat16", packed=True)

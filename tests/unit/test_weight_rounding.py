@@ -9,8 +9,9 @@ import gguf
 import pytest
 import torch
 from tests.tiny_gguf import processed
-from tests.tiny_models import num_layers, save_tiny
+from tests.tiny_models import ALL, num_layers, save_tiny
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from meshnet_core.errors import UnsupportedModelError
@@ -24,6 +25,7 @@ from meshnet_node.shard_route import ShardRoute
 from meshnet_node.split import Split
 from meshnet_node.unsplit_model import UnsplitModel
 from meshnet_node.weight_rounding import rounded
+from shard_routes import Route
 
 CPU = torch.device("cpu")
 
@@ -83,8 +85,24 @@ def test_packed_experts_are_transformers_experts_of_the_same_weights(planes: int
         assert not list(plain.parameters())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "qwen3_5_moe_text"])
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("family", "quantize"),
+    [
+        ("qwen2", "int8"),
+        ("qwen3_5_moe_text", "int4"),
+        *(
+            pytest.param(family, quantize, marks=pytest.mark.long)
+            for family, quantize in (
+                ("llama", "int8"),
+                ("llama", "int4"),
+                ("qwen2", "int4"),
+                ("qwen3_moe", "int8"),
+                ("qwen3_moe", "int4"),
+                ("qwen3_5_moe_text", "int8"),
+            )
+        ),
+    ],
+)
 def test_a_rounded_split_gives_the_bits_of_the_rounded_whole(family: str, quantize: str, tmp_path: Path) -> None:
     folder = save_tiny(family, tmp_path / family, **WIDE)
     layers = num_layers(family)
@@ -149,6 +167,43 @@ def test_where_packed_weights_cannot_be_had_is_refused_by_name(tmp_path: Path) -
     narrow = save_tiny("llama", tmp_path / "narrow", hidden_size=16, intermediate_size=24, head_dim=8)
     with pytest.raises(UnsupportedModelError, match="no plain products"):
         plan_shard(narrow, LayerRange(0, 2), dtype="bfloat16", device="cpu", quantize="int8")
+
+
+def test_a_family_that_looks_at_weights_itself_is_refused_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mamba = save_tiny("mamba2", tmp_path / "mamba2")  # draws what was not loaded by weights of inner modules
+    for layers in (LayerRange(0, 2), LayerRange(2, 4)):
+        with pytest.raises(UnsupportedModelError, match=r"mamba2 uses weights otherwise.*--quantize none"):
+            load_shard(mamba, layers, dtype="bfloat16", device="cpu", quantize="int8")
+    llama, forward = save_tiny("llama", tmp_path / "llama", **WIDE), LlamaForCausalLM.forward
+
+    def reads(self: Any, *given: Any, **more: Any) -> Any:
+        assert self.lm_head.weight.dtype == torch.bfloat16
+        return forward(self, *given, **more)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", reads)
+    load_shard(llama, LayerRange(2, 4), dtype="bfloat16", device="cpu", quantize="none")
+    with pytest.raises(UnsupportedModelError, match=r"llama uses weights otherwise.*--quantize none"):
+        load_shard(llama, LayerRange(2, 4), dtype="bfloat16", device="cpu", quantize="int8")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", sorted(ALL))
+def test_every_family_answers_from_eight_bits_or_is_refused(family: str, tmp_path: Path) -> None:
+    wide = {} if family in {"bamba", "granitemoehybrid", "mamba2", "zamba2"} else WIDE
+    folder, whole = save_tiny(family, tmp_path / family, **wide), LayerRange(0, num_layers(family))
+    if family in {"gpt_oss", "granitemoehybrid", "llama4_text", "mamba2", "nemotron_h"}:
+        with pytest.raises(UnsupportedModelError, match=family):
+            load_shard(folder, whole, dtype="bfloat16", device="cpu", quantize="int8")
+        return
+    shard = load_shard(folder, whole, dtype="bfloat16", device="cpu", quantize="int8")
+    route = Route([(shard, 0)])
+    (state,) = states = route.open()
+    for start, stop in ((0, 12), (12, 17), (17, 18), (18, 19)):
+        logits = route.frame(list(range(start + 3, stop + 3)), start, states)
+        assert bool(logits.isfinite().all())
+        assert state.nbytes <= shard.state_bytes(0, stop)
 
 
 def test_rounded_weights_are_another_model(tmp_path: Path) -> None:

@@ -463,7 +463,8 @@ class TorchModelShard:
             inputs = torch.ones(1, 1, self.hidden_size, dtype=self._compute_dtype, device=self._device)
         held = []
         for position in range(2):
-            view.forward(inputs, position=position, cache=cache, sample=0, cancelled=never)
+            # The head too, so that what cannot run is found out before it serves.
+            view.forward(inputs, position=position, cache=cache, sample=int(self.is_last), cancelled=never)
             held.append([sum(t.nbytes for t in tensors) for tensors in tensors_of_each_layer(cache)])
         costs = []
         for layer, first, second in zip(cache.layers, *held, strict=True):

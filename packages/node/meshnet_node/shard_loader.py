@@ -13,7 +13,8 @@ import copy
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -168,27 +169,34 @@ class ShardPlan:
         """Read the tensors and hold them; errors are those of :func:`load_shard`."""
         model = self.load_model(progress)
         pack_linears(model, keep=self._family.reads_weights)
-        try:
+        with self._read_weights_are_refused():
             return TorchModelShard(model, self.layers, self._family)  # runs it once
-        except AttributeError as error:
-            if not self._packing.nbytes:
-                raise
-            raise UnsupportedModelError(
-                f"{model.config.model_type} uses weights otherwise than in plain products ({error}), so that they "
-                "cannot be held packed; take --quantize none"
-            ) from error
 
     def load_model(self, progress: Progress | None = None) -> PreTrainedModel:
         """The pruned model itself, filled: of all layers it is transformers' whole model."""
         layers, model = self.layers, copy.deepcopy(self._model)
         checkpoint, packing = CheckpointReader(self._folder), self._packing
-        _fill(model, checkpoint, self.device, layers, progress or (lambda done, total: None), packing)
+        with self._read_weights_are_refused():
+            _fill(model, checkpoint, self.device, layers, progress or (lambda done, total: None), packing)
         if layers.start > 0:
             base_of(model).set_input_embeddings(nn.Identity())  # a tied tail's matrix lives on in its output projection
         model.train(mode=False).requires_grad_(requires_grad=False)
         if packing.nbytes:
             give_back(self.device)  # what rows took on their way
         return model
+
+    @contextmanager
+    def _read_weights_are_refused(self) -> Iterator[None]:
+        """Packed modules have no weight: families whose own code looks at one are refused by name."""
+        try:
+            yield
+        except AttributeError as error:
+            if not self._packing.nbytes:
+                raise
+            raise UnsupportedModelError(
+                f"{self._model.config.model_type} uses weights otherwise than in plain products ({error}), so that "
+                "they cannot be held packed; take --quantize none"
+            ) from error
 
 
 def _packing(model: PreTrainedModel, checkpoint: CheckpointReader, device: torch.device, quantize: str) -> Packing:
