@@ -131,15 +131,15 @@ class SampledToken:
         return cls(int(document["id"]), document.get("logprob"), top)
 
 
-def uniform_draw(seed: int, position: int) -> float:
-    """The draw for the token at ``position``: uniform in [0, 1), a pure function of its arguments.
+def draw_key(seed: int, position: int) -> int:
+    """What all chance in the choice of the token at ``position`` comes from: 64 bits, as a signed integer.
 
-    53 bits of BLAKE2b over (seed, position): the same on every machine, process and library version, so that a
-    generation that moves to other nodes goes on with the very draws it would have had.
+    BLAKE2b over (seed, position): the same on every machine, process and library version, so that a generation that
+    moves to other nodes goes on with the very draws it would have had.
     """
     key = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
     digest = hashlib.blake2b(key, digest_size=8, person=b"meshnet-draw").digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _pairs(value: object) -> tuple[tuple[int, float], ...]:

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from meshnet_core.errors import HopFailedError
-from meshnet_core.sampling import SampledToken, SamplingParams, uniform_draw
+from meshnet_core.sampling import SampledToken, SamplingParams, draw_key
+
+# SplitMix64's, as signed numbers of 64 bits, whose products wrap around in torch as theirs do
+_GOLDEN, _FIRST, _SECOND = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def sample(
@@ -36,22 +39,26 @@ def sample(
     Raises:
         HopFailedError: the logits are not numbers, as when a 16-bit dtype overflowed.
     """
-    scores = _penalised(logits, params, history, prompt_length) if params.reads_history else logits
-    if params.logit_bias:
-        scores = _biased(scores, params.logit_bias)
+    scores = adjusted(logits, params, history, prompt_length)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, float("-inf"))
     token = int(scores.argmax())
     if not math.isfinite(highest := float(scores[token])):  # argmax finds a NaN if there is one
         raise HopFailedError(f"the model's logits are broken: the highest is {highest}")
     if not params.greedy:
-        token = _draw(scores, params, uniform_draw(params.seed, position))
+        token = _draw(kept_scores(scores, params), draw_key(params.seed, position))
     if params.logprobs is None:
         return SampledToken(token)
     logprobs = logits.log_softmax(dim=-1)
     best = logprobs.topk(min(params.logprobs, logits.shape[-1]))
     top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return SampledToken(token, float(logprobs[token]), top)
+
+
+def adjusted(logits: torch.Tensor, params: SamplingParams, history: Sequence[int], prompt_length: int) -> torch.Tensor:
+    """The logits after penalties and biases, float32 ``[vocab]``; the given ones stay as they are."""
+    scores = _penalised(logits, params, history, prompt_length) if params.reads_history else logits
+    return _biased(scores, params.logit_bias) if params.logit_bias else scores
 
 
 def _penalised(
@@ -77,24 +84,41 @@ def _biased(scores: torch.Tensor, bias: Sequence[tuple[int, float]]) -> torch.Te
     return scores.index_add(0, tokens, values)
 
 
-def _draw(scores: torch.Tensor, params: SamplingParams, u: float) -> int:
-    """Draw by inverse CDF in the order of token ids.
-
-    Not in the order of probability: two tokens of nearly equal probability could change places between two runs whose
-    logits differ in the last bit, and move the draw from one to the other. In the order of ids such a difference moves
-    only the boundaries, and by as little.
-    """
+def kept_scores(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Logarithms of weights to draw by, float64 ``[vocab]``: over the temperature, -inf for what filters leave out."""
     if scores.device.type == "mps":
         scores = scores.cpu()  # Metal has no float64
     scores = scores.double()
-    scores = (scores - scores.max()) / params.temperature  # at most 0: no temperature is so low that they overflow
-    probabilities = _filtered(scores, params).softmax(dim=-1)
-    cumulative = probabilities.cumsum(dim=-1)
-    # Below the total by construction (u < 1), whatever rounding made of the total.
-    target = torch.tensor(u, dtype=torch.float64, device=scores.device) * cumulative[-1]
-    index = int(torch.searchsorted(cumulative, target, right=True))
-    last = int(probabilities.nonzero()[-1])
-    return min(index, last)
+    # At most 0 before the division: no temperature is so low that they overflow.
+    return _filtered((scores - scores.max()) / params.temperature, params)
+
+
+def _draw(scores: torch.Tensor, key: int) -> int:
+    """Draw by adding Gumbel noise to each score and taking the highest (Gumbel 1954; Maddison et al. 2014).
+
+    The noise of a token is a function of ``key`` and its id alone. So two runs whose logits differ in the last bits
+    draw the same token unless the best two sums lie as near to each other. By inverse CDF the boundaries of all tokens
+    would move, and of the many unlikely ones each is narrower than it moves.
+    """
+    kept = scores.isfinite().nonzero().squeeze(1)
+    noise = -(-uniforms(kept, key).log()).log()
+    return int(kept[(scores[kept] + noise).argmax()])
+
+
+def uniforms(ids: torch.Tensor, key: int) -> torch.Tensor:
+    """For each id (int64 ``[n]``) a number in (0, 1), float64: of a SplitMix64 stream that begins at ``key``.
+
+    53 bits of its output at ``id + 1`` (Steele et al. 2014), the half of the last one added so that 0 does not occur.
+    """
+    bits = (ids + 1) * _GOLDEN + key
+    bits = (bits ^ _shifted(bits, 30)) * _FIRST
+    bits = (bits ^ _shifted(bits, 27)) * _SECOND
+    return (_shifted(bits ^ _shifted(bits, 31), 11).double() + 0.5) * 2.0**-53
+
+
+def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, as unsigned numbers."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _filtered(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
