@@ -58,6 +58,7 @@ def taken_port() -> Iterator[int]:
         (["gateway", "--tracker", f"{NOBODY},nowhere", "--port", "0"], 2, r"a URL such as http"),
         (["status", "--tracker", "http://[::1"], 2, r"a URL such as http"),
         (["tracker", "--port", "0", "--advertise", "https://"], 2, r"write it like http://"),
+        (["chat", "-m", "hi", "--api-key", "one\ntwo"], 2, r"look for a line break in it"),
         (["chat", "-m", "half of one: \udcff"], 2, r"--message is not in this terminal's encoding"),
         (["tracker", "--host", "x" * 70], 2, r"give an address of this machine"),
         (["gateway", "--tracker", NOBODY, "--step-deadline", "nan"], 2, r"--step-deadline"),

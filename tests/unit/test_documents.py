@@ -128,6 +128,12 @@ def test_options_named_in_the_text_are_options() -> None:
     assert not wrong
 
 
+def test_the_site_names_each_page_once() -> None:
+    named = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert len(named) > 20
+    assert sorted(named) == sorted(set(named))
+
+
 def test_messages_quoted_in_troubleshooting_are_messages_of_the_program() -> None:
     quoted = re.findall(r'"([^"]+)"', (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"))
     assert len(quoted) > 8

@@ -66,7 +66,13 @@ def client_key() -> str | None:
 
 
 def headers_with(key: str | None) -> dict[str, str]:
-    """The header that brings ``key``."""
+    """The header that brings ``key``.
+
+    Raises:
+        InvalidInputError: no header can.
+    """
+    if key is not None and not key.isprintable():
+        raise InvalidInputError("an API key is one line of characters that can be seen; look for a line break in it")
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 

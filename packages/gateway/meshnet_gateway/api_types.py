@@ -188,7 +188,9 @@ class ChatRequest(GenerationFields):
     function_call: Annotated[Any, neutral_only("function_call", _DEPRECATED, "none")] = None
     audio: Annotated[Any, neutral_only("audio", _NO_AUDIO)] = None
     modalities: Annotated[Any, neutral_only("modalities", _NO_AUDIO, ["text"])] = None
-    prediction: Annotated[Any, neutral_only("prediction", "nothing is speculated yet")] = None
+    prediction: Annotated[
+        Any, neutral_only("prediction", "drafts come from the text itself, see `meshnet.speculate`")
+    ] = None
     verbosity: Annotated[Any, neutral_only("verbosity", "templates know none")] = None
     metadata: Annotated[Any, neutral_only("metadata", "nothing is stored", {})] = None
     store: Annotated[Any, neutral_only("store", "nothing is stored", False)] = None
