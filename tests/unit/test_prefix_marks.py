@@ -305,3 +305,17 @@ def test_state_is_of_one_kind_where_layers_model_and_all_that_rounded_it_are_the
         kind([(0, 2, bf16), (2, 4, bf16)], 1, wire_dtype=bf16),
     ]
     assert len({plain, *others}) == len(others) + 1
+
+
+def test_packed_hops_of_the_wires_dtype_round_nothing_between_them_but_hold_other_weights() -> None:
+    bf16, int4 = "bfloat16", "bfloat16+int4"
+    packed = kind([(0, 2, int4), (2, 4, int4)], 1, wire_dtype=bf16)
+    assert kind([(0, 1, int4), (1, 2, int4), (2, 4, int4)], 2, wire_dtype=bf16) == packed
+    others = [
+        kind([(0, 2, bf16), (2, 4, bf16)], 1, wire_dtype=bf16),
+        kind([(0, 2, bf16), (2, 4, int4)], 1, wire_dtype=bf16),
+        kind([(0, 2, int4), (2, 4, bf16)], 1, wire_dtype=bf16),
+        kind([(0, 1, int4), (1, 2, bf16), (2, 4, bf16)], 2, wire_dtype=bf16),
+        kind([(0, 1, bf16), (1, 2, int4), (2, 4, bf16)], 2, wire_dtype=bf16),
+    ]
+    assert len({packed, *others}) == len(others) + 1

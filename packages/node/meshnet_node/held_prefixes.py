@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from meshnet_core.clock import Clock
+from meshnet_core.dtypes import computed_in
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.open_document import OpenDocument
 from meshnet_core.prefix import Mark
@@ -55,7 +56,8 @@ class PrefixKind(NamedTuple):
         wire, hops = document.wire_dtype, document.route.hops[: document.hop_index + 1]
         runs = [(-1, wire)]
         for hop in hops:
-            if hop.dtype != runs[-1][1] or hop.dtype != wire:  # between hops of the wire's own dtype nothing is rounded
+            # Between hops that compute in the wire's own dtype nothing is rounded, however their weights are held.
+            if hop.dtype != runs[-1][1] or computed_in(hop.dtype) != wire:
                 runs.append((hop.layers.start, hop.dtype))
         return cls(scope, document.route.fingerprint, document.hop.layers, tuple(runs))
 
