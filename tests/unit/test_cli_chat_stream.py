@@ -125,7 +125,16 @@ async def test_a_gateway_that_is_not_there_is_named_with_the_remedy() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["localhost:8000", "http://", "http://a b/v1", "http://[::1/v1", "http://h:99999/v1", "http://h:0", "ftp://h/v1"],
+    [
+        "localhost:8000",
+        "http://",
+        "http://a b/v1",
+        "http://[::1/v1",
+        "http://h:99999/v1",
+        "http://h:0",
+        "ftp://h/v1",
+        "HTTP://h",
+    ],
 )
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidInputError, match="write it like http"):

@@ -57,6 +57,7 @@ def taken_port() -> Iterator[int]:
         (["tracker", "--port", "0", "--registry", "redis://me:secret@x/y"], 2, r"redis://HOST:PORT/DATABASE"),
         (["gateway", "--tracker", f"{NOBODY},nowhere", "--port", "0"], 2, r"a URL such as http"),
         (["status", "--tracker", "http://[::1"], 2, r"a URL such as http"),
+        (["status", "--tracker", "HTTP://10.0.0.5:7400"], 2, r"a URL such as http"),  # not in the clear by a trick
         (["tracker", "--port", "0", "--advertise", "https://"], 2, r"write it like http://"),
         (["chat", "-m", "hi", "--api-key", "one\ntwo"], 2, r"look for a line break in it"),
         (["chat", "-m", "half of one: \udcff"], 2, r"--message is not in this terminal's encoding"),

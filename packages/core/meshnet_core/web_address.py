@@ -6,12 +6,13 @@ from urllib.parse import urlsplit
 
 
 def is_web_address(url: str) -> bool:
-    """Whether ``url`` is of HTTP or HTTPS, with a host and no impossible port. Nothing is looked up."""
-    if any(character.isspace() for character in url):
+    """Whether ``url`` is of HTTP or HTTPS, in small letters as all that looks at the scheme expects, with a host and no
+    impossible port. Nothing is looked up."""
+    if not url.startswith(("http://", "https://")) or any(character.isspace() for character in url):
         return False
     try:
         parts = urlsplit(url)
         port = parts.port  # raises where it is none
     except ValueError:
         return False
-    return parts.scheme in {"http", "https"} and bool(parts.hostname) and port != 0
+    return bool(parts.hostname) and port != 0
