@@ -24,6 +24,7 @@ GREEDY = {"temperature": 0, "max_tokens": COUNT}
 LONGER = GREEDY | {"max_tokens": 3 * COUNT}  # what is done to nodes at some token is done in mid-answer
 LEAVERS, PREFILLING = 50, 10
 STORY = "Tell a very long story of a lighthouse, in many chapters."
+NEVER_ENDS = {"0": -100, "2": -100}  # <|endoftext|> and <|im_end|>
 LONG_PROMPT = "Remember this: copper conducts, iron rusts, glass breaks. " * 170  # some 2,400 tokens, ten chunks
 
 
@@ -108,7 +109,7 @@ async def test_50_clients_that_leave_at_once_leave_nothing_behind(fleet: NodeFle
     prefilling, answered = [asyncio.Event() for _ in range(PREFILLING)], asyncio.Event()
 
     async def answer(index: int) -> None:
-        async for line in stream(api, f"{QUESTION} ({index})", max_tokens=1000):
+        async for line in stream(api, f"{QUESTION} ({index})", max_tokens=1000, logit_bias=NEVER_ENDS):
             if line.startswith("data: "):
                 answering[index].set()
 
