@@ -7,6 +7,7 @@ Property tests draw the same examples every time, so that a change is told by wh
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -14,6 +15,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("steady"), derandomize=False, print_blob=True)
 settings.load_profile("steady")
+
+# Shells have what they start in the background ignore Ctrl-C; children that tests send it to would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for name in ("MESHNET_API_KEY", "MESHNET_DEBUG", "MESHNET_LOG", "MESHNET_LOG_FORMAT"):
     os.environ.pop(name, None)

@@ -38,29 +38,32 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Gathering:
-    """Holds the first step at a node, once as many prefills have run there as sessions, until all others wait."""
+    """Holds the first step at a node, once all prompts have been taken in there, until all other sessions wait.
 
-    def __init__(self, shard: TorchModelShard, lane: ForwardLane, sessions: int) -> None:
+    The prompts are of different lengths. They may come in pieces, where steps of other sessions run already.
+    """
+
+    def __init__(self, shard: TorchModelShard, lane: ForwardLane, prompts: Sequence[Sequence[int]]) -> None:
         self._run: Callable[[Sequence[ShardWork]], list[ShardResult | Exception]] = shard.forward
         self._lane = lane
-        self._sessions = sessions
-        self._prefills = 0
+        self._sessions = len(prompts)
+        self._awaited = {len(prompt) for prompt in prompts}
         self.gathered = threading.Event()
         shard.forward = self.forward  # type: ignore[method-assign]
 
     def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
         is_step = works[0].seq_len == 1
-        self._prefills += not is_step
-        if is_step and self._prefills == self._sessions and not self.gathered.is_set():
+        if is_step and not self._awaited and not self.gathered.is_set():
             give_up = time.monotonic() + PATIENCE_S
             while self._lane.queued < self._sessions and time.monotonic() < give_up:
                 time.sleep(0.002)
             self.gathered.set()
+        self._awaited -= {work.position + work.seq_len for work in works}
         return self._run(works)
 
 
-def gather(mesh: TinyMesh, sessions: int) -> Gathering:
-    return Gathering(mesh.backends[0], lane_of(mesh, 0), sessions)
+def gather(mesh: TinyMesh, prompts: Sequence[Sequence[int]]) -> Gathering:
+    return Gathering(mesh.backends[0], lane_of(mesh, 0), prompts)
 
 
 def lane_of(mesh: TinyMesh, node: int) -> ForwardLane:
@@ -77,7 +80,7 @@ async def test_answers_given_at_once_are_those_given_one_after_the_other(folder:
         wanted = list(zip(PROMPTS, SAMPLING, strict=True))
         singly = [alike((await mesh.answer(prompt, COUNT, params))[0]) for prompt, params in wanted]
         assert set(lane_of(mesh, 0).batches) == {1}
-        gathering = gather(mesh, len(wanted))
+        gathering = gather(mesh, PROMPTS)
         at_once = await asyncio.gather(*(mesh.answer(prompt, COUNT, params) for prompt, params in wanted))
         assert gathering.gathered.is_set()
         assert max(lane_of(mesh, 0).batches) >= len(wanted) / 2  # the others are at the other hop then
@@ -90,7 +93,7 @@ async def test_answers_given_at_once_are_those_given_one_after_the_other(folder:
 async def test_one_that_leaves_in_the_middle_changes_no_other_answer(folder: Path) -> None:
     async with tiny_mesh(folder, ["0-1", "2-4" if "qwen" in folder.name else "2-3"]) as mesh:
         expected = [[token.id for token in (await mesh.answer(prompt, COUNT))[0]] for prompt in PROMPTS[:4]]
-        gather(mesh, 4)
+        gather(mesh, PROMPTS[:4])
         tasks: list[asyncio.Task[Any]] = []
 
         def leave(at: int) -> Callable[[Generation, SampledToken], None]:
@@ -115,7 +118,7 @@ async def test_one_that_leaves_in_the_middle_changes_no_other_answer(folder: Pat
 
 async def test_sessions_whose_replay_is_to_be_exact_run_alone(folder: Path) -> None:
     async with tiny_mesh(folder, ["0-1", "2-4" if "qwen" in folder.name else "2-3"]) as mesh:
-        gathering = gather(mesh, 3)
+        gathering = gather(mesh, PROMPTS[:3])
         engine = mesh.engine(recovery=Replay.EXACT)  # type: ignore[arg-type]
 
         async def answer(prompt: list[int]) -> list[int]:
