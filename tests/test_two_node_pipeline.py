@@ -92,6 +92,7 @@ async def test_two_nodes_equal_generate_cached_and_stateless(halves: ProcessMesh
     assert cached.ids == stateless.ids
 
 
+@pytest.mark.long
 async def test_seeded_sampling_is_the_same_cached_and_stateless(halves: ProcessMesh) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, repetition_penalty=1.05, seed=7)
     async with mesh_client(halves.tracker_url) as client:

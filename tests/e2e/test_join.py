@@ -24,6 +24,7 @@ def anyone_of(home: str) -> ssl.SSLContext:
     return context
 
 
+@pytest.mark.long
 def test_a_machine_that_joined_is_let_in_and_no_other(tmp_path: Path) -> None:
     kitchen, study, stranger = (str(tmp_path / name) for name in ("kitchen", "study", "stranger"))
     made = run("mesh", "create", "--name", "attic", MESHNET_HOME=kitchen)

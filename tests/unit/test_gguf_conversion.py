@@ -489,6 +489,7 @@ print(model.fingerprint, model.prepare(LayerRange(0, 3), dtype="bfloat16"))
 """
 
 
+@pytest.mark.long
 def test_two_processes_may_convert_at_once(tmp_path: Path) -> None:
     path = tiny_llama().write(tmp_path / "tiny.gguf")
     command = [sys.executable, "-c", _PREPARE, str(path), str(tmp_path / "cache")]

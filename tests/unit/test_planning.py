@@ -212,6 +212,7 @@ def test_served_models_tell_what_is_whole_and_what_is_missing() -> None:
     assert (stale.name, stale.complete, stale.missing) == ("o", False, (LayerRange(0, 30),))
 
 
+@pytest.mark.long
 def test_a_route_of_very_many_hops_is_planned() -> None:
     layers = 5000
     nodes = [node(f"n{at:04}", shard(str(at), num_layers=layers)) for at in range(layers)]
