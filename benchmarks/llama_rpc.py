@@ -118,7 +118,9 @@ async def llama_rpc_system(
         command += ["-t", str(threads), "-np", "1", "--host", "127.0.0.1", "--port", str(port), "--no-webui"]
         process = await running.enter_async_context(_process(command))
         pids["llama-server"] = process.pid
-        session = await running.enter_async_context(aiohttp.ClientSession())
+        # The server closes a connection that the other systems' turns leave idle, just when it is used again.
+        connector = aiohttp.TCPConnector(force_close=True)
+        session = await running.enter_async_context(aiohttp.ClientSession(connector=connector))
         url = f"http://127.0.0.1:{port}"
         await _healthy(process, session, url)
         yield LlamaRpcSystem(name, url, pids, session)
