@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from typer.testing import CliRunner
 
 from meshnet_cli import complaint, lifeline
 from meshnet_cli.main import app
-from meshnet_cli.settings import SHARED, defaults_of, settings_of
+from meshnet_cli.settings import SHARED, Setting, defaults_of, settings_of
+from meshnet_core.errors import InvalidInputError
 from scripted_gateway import ScriptedGateway, serving
 
 NOBODY = "http://127.0.0.1:1"
+CHECKED_LATER = {"session-ttl", "drain-grace"}  # see test_cli_session_limits
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +111,15 @@ def test_config_as_people_read_it(home: Path) -> None:
         ('[gateway]\nport = "http"\n', "[gateway] port = 'http'"),
         ("[gateway]\nport = 99999\n", "[gateway] port = 99999"),
         ('[node]\ndtype = "int3"\n', "'int3' is not one of"),
+        ("[up]\nthreads = true\n", "[up] threads = true: write a whole number, not true"),
+        ("[up]\nthreads = 2.0\n", "[up] threads = 2.0: write a whole number, without a point"),
+        ("[up]\nstep-deadline = true\n", "[up] step-deadline = true: write a number, not true"),
+        ("[node]\nname = true\n", "[node] name = true: write a text, not true"),
+        ("[node]\nname = 1.5\n", "[node] name = 1.5: write a text, in quotes"),
+        ("[node]\nname = []\n", "[node] name = []: write a text, in quotes"),
+        ("[node]\ntracker = [true]\n", "[node] tracker = [True]: write a text, not true"),
+        ('[up]\ndashboard = "yes"\n', "[up] dashboard = 'yes': write true or false"),
+        ("[up]\ndashboard = 0\n", "[up] dashboard = 0: write true or false"),
         ("[gateway\n", "cannot be read"),
         ('[chat]\napi-key = "x"\n', "[chat] has no option 'api-key'"),
     ],
@@ -120,6 +132,41 @@ def test_a_wrong_file_is_told_by_every_command(
     assert told in error
     assert len(error.splitlines()) <= 2
     assert "Traceback" not in error
+
+
+def test_no_number_is_true_or_without_bounds() -> None:
+    """Of every option of every command that is a number, in the file and at the command line."""
+    group = typer.main.get_command(app)
+    found = {}
+    for setting in settings_of(group):
+        context = setting.owner.make_context(setting.command, [], resilient_parsing=True)
+
+        def read(value: Any, setting: Setting = setting, context: Any = context) -> Any:
+            return setting.option.process_value(context, value)
+
+        with suppress(complaint.UsageError):
+            if type(read(True)) not in (int, float) or setting.option.multiple:
+                continue
+            found[setting.command, setting.key] = read
+    assert {("up", "threads"), ("gateway", "port"), ("chat", "temperature"), ("node", "drain-grace")} <= set(found)
+    for (command, key), read in found.items():
+        with pytest.raises(InvalidInputError, match=rf"^\[{command}\] {key} = true: write a (whole )?number"):
+            defaults_of(group, {command: {key: True}})
+        for text in ("true", "nan", "inf"):
+            if key not in CHECKED_LATER or text == "true":
+                with pytest.raises(complaint.UsageError):
+                    read(text)
+
+
+def test_a_number_may_be_written_where_a_text_is_read() -> None:
+    group = typer.main.get_command(app)
+    document = {"up": {"cache-bytes": 1000000, "speculate": 4, "port": "9000", "session-ttl": 30}}
+    assert defaults_of(group, document)["up"] == {
+        "cache_bytes": 1000000,
+        "speculate": 4,
+        "port": "9000",
+        "session_ttl": 30,
+    }
 
 
 def test_a_wrong_file_is_among_the_doctors_findings(home: Path) -> None:

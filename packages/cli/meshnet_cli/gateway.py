@@ -88,15 +88,7 @@ def gateway(
     ] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = None,
     announce: options.Announce = True,
-    traces: Annotated[
-        str | None,
-        typer.Option(
-            "--traces",
-            metavar="URL",
-            help="Send OpenTelemetry traces of answers to this collector, such as otlp://127.0.0.1:4318.",
-            show_default="what OTEL_EXPORTER_OTLP_ENDPOINT says, else none",
-        ),
-    ] = None,
+    traces: options.Traces = None,
     dashboard: options.Dashboard = True,
     wire: options.Wire = WireForm.STREAM,
 ) -> None:

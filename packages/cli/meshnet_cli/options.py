@@ -200,6 +200,15 @@ Speculate = Annotated[
     ),
 ]
 
+Traces = Annotated[
+    str | None,
+    typer.Option(
+        "--traces",
+        metavar="URL",
+        help="Send OpenTelemetry traces of answers to this collector, such as otlp://127.0.0.1:4318.",
+        show_default="what OTEL_EXPORTER_OTLP_ENDPOINT says, else none",
+    ),
+]
 Dashboard = Annotated[
     bool,
     typer.Option(

@@ -26,11 +26,12 @@ from typing import Any
 from typer.core import TyperGroup
 
 from meshnet_cli import complaint, lifeline, variables
+from meshnet_cli.setting_value import check_kind, words
 from meshnet_core.errors import InvalidInputError
 
 SHARED = frozenset(
     {"tracker", "url", "mesh", "insecure", "dtype", "quantize", "device", "threads", "cache-bytes"}
-    | {"max-sessions", "session-ttl", "prefix-reuse", "recovery", "speculate", "step-deadline"}
+    | {"max-sessions", "session-ttl", "prefix-reuse", "recovery", "speculate", "step-deadline", "traces", "wire"}
 )
 EVERYWHERE = "all"
 _NO_SETTING = {"help", "json", "api-key"}  # keys have a variable of their own; see `access`
@@ -195,10 +196,11 @@ def _check(document: Mapping[str, Any], known: list[Setting]) -> None:
 def _check_value(setting: Setting, value: Any) -> None:
     context = setting.owner.make_context(setting.command, [], resilient_parsing=True)
     try:
-        setting.option.process_value(context, value)
-    except complaint.UsageError as error:
+        meant = setting.option.process_value(context, value)
+        check_kind(value, meant, switch=setting.option.is_flag)
+    except (complaint.UsageError, InvalidInputError) as error:
         raise InvalidInputError(
-            f"[{setting.command}] {setting.key} = {value!r}: {complaint.plain_words(error.message)}"
+            f"[{setting.command}] {setting.key} = {words(value)}: {complaint.plain_words(error.message)}"
         ) from error
 
 

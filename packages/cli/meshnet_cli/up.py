@@ -1,4 +1,9 @@
-"""`meshnet up`: a whole mesh on this machine with one command, gone when the command is."""
+"""`meshnet up`: a whole mesh on this machine with one command, gone when the command is.
+
+It takes the options of its nodes and its gateway, but those that mean nothing where one machine holds all and serves
+itself alone (`--host`, certificates, `--memory`, `--drain-grace` and the like; each has its reason in
+`tests/unit/test_cli_up_options.py`). Keys for its API are in MESHNET_API_KEY, which its gateway reads as any does.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,13 @@ from typing import Annotated
 
 import typer
 
-from meshnet_cli import lifeline, options, serving, splits
+from meshnet_cli import lifeline, options, serving, splits, tracing
 from meshnet_cli.complaint import say
 from meshnet_cli.gateway import dashboard_at
 from meshnet_cli.session_limits import DEFAULT_MAX_SESSIONS, DEFAULT_SESSION_TTL_S, SessionLimits
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.layer_range import LayerRange
+from meshnet_core.wire_form import WireForm
 from meshnet_gateway.recovery import Replay
 from meshnet_gateway.speculation import AUTO, Speculate
 
@@ -59,6 +65,8 @@ def up(
     step_deadline: options.StepDeadline = options.DEFAULT_STEP_DEADLINE_S,
     speculate: options.Speculate = str(AUTO),
     dashboard: options.Dashboard = True,
+    wire: options.Wire = WireForm.STREAM,
+    traces: options.Traces = None,
 ) -> None:
     """Start a tracker, nodes and a gateway on this machine, and serve MODEL at /v1."""
     lifeline.hold_on()
@@ -66,10 +74,15 @@ def up(
     limits = SessionLimits.given(cache_bytes, max_sessions, session_ttl, drain_grace_s=0, prefix_reuse=prefix_reuse)
     stop_on_signals()
     try:
-        node_options = ("--dtype", dtype.value, "--quantize", quantize.value, "--device", device, *limits.arguments())
+        form = ("--wire", wire.value)
+        weights = ("--dtype", dtype.value, "--quantize", quantize.value, "--device", device)
+        node_options = (*weights, *limits.arguments(), *form)
         page = "--dashboard" if dashboard else "--no-dashboard"
         drafts = ("--speculate", str(Speculate.parse(speculate)))
-        gateway_options = ("--recovery", recovery.value, "--step-deadline", f"{step_deadline:g}", *drafts, page)
+        mending = ("--recovery", recovery.value, "--step-deadline", f"{step_deadline:g}")
+        tracing.endpoint_of(traces, {})  # refused before anything begins
+        spans = () if traces is None else ("--traces", traces)
+        gateway_options = (*mending, *drafts, page, *form, *spans)
         _up(model, nodes, split, port, node_options, threads, gateway_options, dashboard=dashboard)
     except StoppedError:
         say("stopped")
