@@ -114,6 +114,7 @@ def test_one_question_as_a_json_document() -> None:
     with serving(ScriptedGateway([["(hm", "yes"]])) as gateway:
         result = run("chat", "--url", gateway.url, "-m", "hi", "--json")
         alone = run("chat", "--url", gateway.url, "--json")
+    assert "[2 tokens, 12.5 tokens/s" in result.stderr
     document = json.loads(result.stdout)
     assert (document["model"], document["answer"], document["reasoning"]) == ("tiny", "yes", "(hm")
     assert document["meshnet"]["tokens_per_s"] == 12.5

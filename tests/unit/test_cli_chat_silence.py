@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from meshnet_cli import chat, chat_silence
+from meshnet_cli import chat, chat_progress, chat_silence
 from meshnet_cli.chat_silence import reason_of, watched
 from meshnet_cli.chat_stream import Gateway
 from scripted_gateway import ScriptedGateway, serving
@@ -76,24 +76,36 @@ async def test_each_long_silence_is_told_once_and_no_event_is_lost() -> None:
     assert (came, told) == ([1, 2, 3], [1])
 
 
+async def spoken(partner: chat.Partner, pieces: list[str]) -> None:
+    await chat._answer(partner, [{"role": "user", "content": "hi"}], pieces)
+
+
+async def as_json(partner: chat.Partner, _: list[str]) -> None:
+    await chat._document(partner, [{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("ask", [spoken, as_json])
 async def test_chat_says_at_once_which_layers_lack(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ask: Callable[[chat.Partner, list[str]], Awaitable[None]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(chat_silence, "SILENCE_S", 0)
     with serving(ScriptedGateway([[None]], status=DEAD)) as gateway:
-        partner = chat.Partner(Gateway(gateway.url), "tiny", 0)
-        answer = asyncio.create_task(chat._answer(partner, [{"role": "user", "content": "hi"}], []))
-        said = ""
+        answer = asyncio.ensure_future(ask(chat.Partner(Gateway(gateway.url), "tiny", 0), []))
+        out, err = "", ""
         async with asyncio.timeout(120):
-            while "nothing yet: nobody who answers holds layers 2-3" not in said:
+            while "nothing yet: nobody who answers holds layers 2-3" not in err:
                 await asyncio.sleep(0.02)
-                said += capsys.readouterr().err
+                captured = capsys.readouterr()
+                out, err = out + captured.out, err + captured.err
         answer.cancel()
         with suppress(asyncio.CancelledError):
             await answer
+    assert out == ""
 
 
 async def test_a_status_that_is_not_told_ends_nothing() -> None:
     with serving(ScriptedGateway([], status={"models": 3})) as gateway:
         async with Gateway(gateway.url) as client:
-            assert await chat._reason(client, "tiny") is None
+            assert await chat_progress.reason_for(client, "tiny") is None

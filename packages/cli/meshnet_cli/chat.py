@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshnet_cli import options
-from meshnet_core.chat_sampling import CHAT_TEMPERATURE, CHAT_TOP_P
+from meshnet_core.chat_sampling import CHAT_TEMPERATURE
 from meshnet_core.errors import InvalidInputError, MeshnetError, ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -133,50 +133,43 @@ def _converse(partner: Partner) -> None:
 
 
 async def _document(partner: Partner, messages: list[Message]) -> None:
-    """Print a whole answer, with what the gateway reports of it, as JSON."""
+    """Print a whole answer, with what the gateway reports of it, as JSON; what is told meanwhile goes to stderr."""
+    from meshnet_cli.chat_progress import ProgressLine, answer_events
     from meshnet_cli.chat_stream import Ended, Text, Thought
 
-    answer, reasoning = "", ""
-    sampling = {"temperature": partner.temperature, "top_p": CHAT_TOP_P}
-    async with partner.gateway as gateway:
-        async for event in gateway.chat(partner.model, messages, **sampling):
+    answer, reasoning, line = "", "", ProgressLine()
+    async with aclosing(answer_events(partner, messages, line)) as events:
+        async for event in events:
             match event:
                 case Thought(text):
                     reasoning += text
+                    line.show(f"thinking: {len(reasoning)} characters")
                 case Text(text):
                     answer += text
+                    line.show(f"answering: {len(answer)} characters")
                 case Ended(finish_reason, usage, report):
+                    line.clear()
                     told = {"finish_reason": finish_reason, "usage": usage, "meshnet": report}
                     document = {"model": partner.model, "answer": answer, "reasoning": reasoning or None, **told}
                     print(json.dumps(document, indent=2, ensure_ascii=False))
+                    sys.stderr.write(f"[{speed_line(event)}]\n")
 
 
 async def _answer(partner: Partner, messages: list[Message], pieces: list[str]) -> None:
     """Show an answer as it comes; ``pieces`` gets what has come, also if it is stopped."""
-    from meshnet_cli.chat_silence import watched
-    from meshnet_cli.chat_stream import Ended, Prefill, Text, Thought
+    from meshnet_cli.chat_progress import ProgressLine, answer_events
+    from meshnet_cli.chat_stream import Ended, Text, Thought
 
-    shown, thinking = _PrefillLine(), False
-    sampling = {"temperature": partner.temperature, "top_p": CHAT_TOP_P}
-    async with partner.gateway as gateway:
-
-        async def tell_why() -> None:
-            if (reason := await _reason(gateway, partner.model)) is not None:
-                shown.clear()
-                sys.stderr.write("\n" * (bool(pieces) or thinking) + f"nothing yet: {reason}\n")
-                sys.stderr.flush()
-
-        async for event in watched(gateway.chat(partner.model, messages, **sampling), tell_why):
+    line, thinking = ProgressLine(), False
+    async with aclosing(answer_events(partner, messages, line, lambda: bool(pieces) or thinking)) as events:
+        async for event in events:
+            line.clear()
             match event:
-                case Prefill(done, total):
-                    shown.update(done, total)
                 case Thought(text):
-                    shown.clear()
                     thinking = True
                     sys.stderr.write(text)
                     sys.stderr.flush()
                 case Text(text):
-                    shown.clear()
                     if thinking:
                         thinking = False
                         sys.stderr.write("\n\n")
@@ -185,46 +178,9 @@ async def _answer(partner: Partner, messages: list[Message], pieces: list[str]) 
                     sys.stdout.write(text)
                     sys.stdout.flush()
                 case Ended():
-                    shown.clear()
                     sys.stdout.write("\n")
                     sys.stdout.flush()
                     sys.stderr.write(f"[{speed_line(event)}]\n")
-
-
-async def _reason(gateway: Gateway, model: str) -> str | None:
-    """Why nothing comes; None where nobody knows."""
-    from meshnet_cli.chat_silence import reason_of
-
-    try:
-        return reason_of(await gateway.get("/meshnet/status"), model)
-    except (
-        MeshnetError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ):  # a help, and no reason to end what may still come
-        return None
-
-
-class _PrefillLine:
-    """How far a long prompt is, on one line of a terminal that goes when the answer comes."""
-
-    def __init__(self) -> None:
-        self._wanted = sys.stderr.isatty()
-        self._there = False
-
-    def update(self, done: int, total: int) -> None:
-        if self._wanted and done < total:
-            sys.stderr.write(f"\r\x1b[2Kreading the prompt: {done} of {total} tokens")
-            sys.stderr.flush()
-            self._there = True
-
-    def clear(self) -> None:
-        if self._there:
-            sys.stderr.write("\r\x1b[2K")
-            sys.stderr.flush()
-            self._there = False
 
 
 def speed_line(ended: Ended) -> str:
