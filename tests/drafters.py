@@ -34,6 +34,9 @@ class KnowingDrafter:
         self._came.extend(tokens)
         self._texts = [text for text in self._texts if text[: len(self._came)] == self._came]
 
+    def catch_up(self) -> None:
+        """It knows everything."""
+
     def draft(self, most: int, stop_ids: frozenset[int]) -> Draft:
         """What is known, with what is wrong in it."""
         if not self._texts:

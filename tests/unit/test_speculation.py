@@ -11,7 +11,7 @@ from meshnet_core.frames import MAX_DRAFT, FrameReply, HopTiming, Phase
 from meshnet_core.open_document import FallBack, OpenReply
 from meshnet_core.sampling import SampledToken
 from meshnet_gateway.epoch_frames import EpochFrames
-from meshnet_gateway.ngram_drafter import LONGEST, NO_DRAFT, SHORTEST, Draft, NgramDrafter
+from meshnet_gateway.ngram_drafter import LONGEST, NO_DRAFT, SHORTEST, TAKEN_IN, Draft, NgramDrafter
 from meshnet_gateway.speculation import AUTO, OFF, PAYS, Speculate, Speculation, StepCost, drafts_that_pay
 from meshnet_gateway.step_frames import MOST_AGAIN, StepFrames, fall_back_of
 
@@ -60,6 +60,43 @@ def test_a_draft_is_found_as_a_search_through_all_of_the_text_finds_it(tokens: l
             assert found == Draft(tuple(text[len(tokens) :]), length)
             return
     assert found == NO_DRAFT
+
+
+class CountedToken(int):
+    """A token id that counts how often it is looked at to find its place."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedToken.looks += 1
+        return int.__hash__(self)
+
+
+def test_a_long_text_keeps_nobody_waiting_and_all_of_it_is_found_in_the_end() -> None:
+    length = 10 * TAKEN_IN
+    text = list(map(CountedToken, range(length)))
+    drafter = NgramDrafter(text)
+    each_time = []
+    while drafter.behind:
+        CountedToken.looks = 0
+        drafter.draft(MAX_DRAFT)
+        each_time.append(CountedToken.looks)
+    assert len(each_time) == 10
+    assert max(each_time) <= sum(range(SHORTEST, LONGEST + 1)) * (TAKEN_IN + 1)
+    drafter.extend(text[length - 9 : length - 4])
+    assert drafter.draft(4).tokens == tuple(text[length - 4 :])
+    drafter.extend(text[3:7])
+    assert drafter.draft(4).tokens == tuple(text[7:11])
+
+
+def test_a_prompt_is_looked_at_while_it_is_prefilled() -> None:
+    speculation = Speculation(AUTO)
+    text = list(range(3 * TAKEN_IN))
+    for left in (2, 1, 0):
+        speculation.sees(text)
+        assert isinstance(speculation.drafter, NgramDrafter)
+        assert speculation.drafter.behind == left * TAKEN_IN
+    Speculation(OFF).sees(text)
 
 
 # -- how many ---------------------------------------------------------------------------------------------------------

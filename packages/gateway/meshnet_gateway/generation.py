@@ -299,6 +299,7 @@ class Generation:
                     if isinstance(event, FrameReply):
                         reply = event
                     else:
+                        self._speculation.sees(self._tokens)
                         yield event
         yield reply
 

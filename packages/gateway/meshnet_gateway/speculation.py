@@ -152,6 +152,8 @@ class Drafter(Protocol):
 
     def extend(self, tokens: Iterable[int]) -> None: ...
 
+    def catch_up(self) -> None: ...
+
     def draft(self, most: int, stop_ids: frozenset[int]) -> Draft: ...
 
 
@@ -174,6 +176,12 @@ class Speculation:
     _draft: Draft = NO_DRAFT
     _costs: _Costs = field(default_factory=_Costs)
     _worth: dict[int, _Worth] = field(default_factory=lambda: {length: _Worth() for length in range(LONGEST + 1)})
+
+    def sees(self, tokens: Sequence[int]) -> None:
+        """Look at some of the text so far: for the time before the first step, when there is nothing to wait for."""
+        if self.choice.most:
+            self.drafter.extend(tokens[len(self.drafter) :])
+            self.drafter.catch_up()
 
     def drafts(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
         """What the next step is to carry behind ``tokens``, prompt and answer so far, which only grow from call to
