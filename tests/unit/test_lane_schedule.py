@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -38,6 +40,10 @@ class ScriptedJob:
 
 def step(name: str, batch: str | None = "b") -> ScriptedJob:
     return ScriptedJob(name, batch=batch)
+
+
+class Session:
+    """Whose frames they are."""
 
 
 class Lane:
@@ -136,6 +142,18 @@ def test_what_is_removed_does_not_run(lane: Lane) -> None:
     assert [job.name for job in lane.schedule.remove("a")] == ["a0", "a1"]
     assert lane.schedule.remove("nobody") == ()
     assert lane.run()[0] == "b0"
+
+
+@pytest.mark.parametrize("batch", ["b", None])
+def test_sessions_that_have_gone_are_forgotten_though_their_steps_run_alone(lane: Lane, batch: str | None) -> None:
+    known: weakref.WeakSet[Session] = weakref.WeakSet()
+    for _ in range(500):
+        known.add(session := Session())
+        lane.schedule.put(session, step("a", batch), lane.now)
+        del session
+        lane.run()
+    gc.collect()
+    assert len(known) <= STEPS_LINGER_S / lane.step_s + 2
 
 
 # -- prefills beside steps --------------------------------------------------------------------------------------------

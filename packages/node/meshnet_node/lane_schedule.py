@@ -100,7 +100,7 @@ class LaneSchedule(Generic[J]):
     _last_step: float | None = None
     _came: float = 0.0  # the newest step
     _gathering_since: float | None = None
-    _stepped: dict[object, tuple[float, Hashable | None]] = field(default_factory=dict)  # see `_about`
+    _stepped: OrderedDict[object, tuple[float, Hashable | None]] = field(default_factory=OrderedDict)  # see `_about`
     _owed_s: float = 0.0  # to steps, for what long frames took
     _slack_s: float = 0.0  # of it, that need not be paid before the next long frame
     _hold_until: float = 0.0
@@ -117,7 +117,8 @@ class LaneSchedule(Generic[J]):
         """Queue a job behind those of its turn; a turn that had none stands at the end."""
         if job.is_step:
             self._came = now
-            self._stepped[turn] = (now, job.batch)
+            self._note_step(turn, now, job.batch)
+            self._about(now)  # forgets those that have gone, whoever asks for them or not
         self._queues.setdefault(turn, deque()).append(job)
 
     def put_back(self, turn: object, job: J) -> None:
@@ -152,13 +153,14 @@ class LaneSchedule(Generic[J]):
         if taken.jobs[0].is_step:
             self.step_s = seconds if self.step_s is None else self.step_s + _WEIGHT * (seconds - self.step_s)
             self._last_step = now
-            self._stepped |= dict.fromkeys(taken.turns, (now, taken.jobs[0].batch))
+            for turn in taken.turns:
+                self._note_step(turn, now, taken.jobs[0].batch)
             self._owed_s = max(0.0, self._owed_s - seconds)
             return
         if self._steps_are_about(now - seconds) and self._last_step is not None:
             self._last_step += seconds  # they could not run meanwhile
             about = self._about(now - seconds).items()
-            self._stepped = {turn: (min(now, last + seconds), batch) for turn, (last, batch) in about}
+            self._stepped = OrderedDict((turn, (min(now, last + seconds), batch)) for turn, (last, batch) in about)
         if self._steps_are_about(now):
             # What is left of an older debt stays, unless the steps had their chance: so the halves even out.
             left = self._owed_s if now - seconds < self._hold_until else 0.0
@@ -198,11 +200,15 @@ class LaneSchedule(Generic[J]):
             self._gathering_since = None
         return max(0.0, until - now)
 
-    def _about(self, now: float) -> dict[object, tuple[float, Hashable | None]]:
+    def _note_step(self, turn: object, now: float, batch: Hashable | None) -> None:
+        self._stepped[turn] = (now, batch)
+        self._stepped.move_to_end(turn)  # in order of time
+
+    def _about(self, now: float) -> OrderedDict[object, tuple[float, Hashable | None]]:
         """Whose steps are about: of each turn that ran, or waits, the moment and the batch."""
         lingers = self._linger_s()
-        for turn in [turn for turn, (last, _) in self._stepped.items() if now - last >= lingers]:
-            del self._stepped[turn]
+        while self._stepped and now - next(iter(self._stepped.values()))[0] >= lingers:
+            self._stepped.popitem(last=False)
         return self._stepped
 
     def _share_of_steps(self, now: float) -> float:
