@@ -421,6 +421,24 @@ async def test_a_dead_node_that_is_still_listed_does_not_shorten_the_wait(llama:
         assert ids == expected
 
 
+async def test_an_answer_that_never_began_waits_no_longer_than_its_dead_node_is_listed(llama: Path) -> None:
+    """Whoever asks then is told at once which layers lack; who asked a little earlier need not wait for a minute."""
+    clock = ManualClock()
+    async with tiny_mesh(llama, ["0-1", "2-3"], clock=clock) as mesh:
+        mesh.kill(mesh.urls[1])
+        died = clock.now()
+
+        async def sleep(seconds: float) -> None:
+            clock.advance(seconds)
+            if clock.now() >= died + 12:
+                mesh.down.add(mesh.urls[1])
+
+        engine = GenerationEngine(mesh, mesh.transport, clock, step_deadline_s=60.0, sleep=sleep)
+        with pytest.raises(LayersUnavailableError, match="2-3"):
+            await run(engine)
+        assert 12 <= clock.now() - died <= 20
+
+
 async def test_waiting_for_room_is_no_part_of_the_patience_with_lacking_layers() -> None:
     clock, slept = ManualClock(), list[float]()
 
@@ -430,6 +448,7 @@ async def test_waiting_for_room_is_no_part_of_the_patience_with_lacking_layers()
     calls = HopCalls("s-1", InProcessTransport(), sleep)
     report = GenerationReport("s-1", 3, clock)
     mending = Mending(calls, report, BlameMemory(clock), clock, sleep, cache=True, patience_s=60.0)
+    mending.opened()
     await mending.after(MISS, None)
     clock.advance(100)  # in the waiting room
     assert await mending.after(LACKING, None) is None

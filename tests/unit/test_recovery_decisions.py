@@ -18,6 +18,7 @@ from meshnet_core.errors import (
     MeshnetError,
     MissReason,
     ProtocolMismatchError,
+    TrackerUnreachableError,
 )
 from meshnet_core.frames import Frame
 from meshnet_gateway.blame import BACKOFF_S, MAX_BACKOFF_S, MAX_NODES, REMEMBERED_S, BlameMemory
@@ -47,6 +48,7 @@ OTHER_LAYERS = CacheMissError("m", reason=MissReason.RANGE_MISMATCH)
 GONE, LATE = HopUnreachableError("gone"), DeadlineError("late")
 A, B = frozenset({"a"}), frozenset({"b"})
 BROKEN, LACKING = HopFailedError("broken"), LayersUnavailableError("layers 2-3 lack")
+TRACKERLESS = TrackerUnreachableError("no tracker")
 
 
 # -- the decision -----------------------------------------------------------------------------------------------------
@@ -78,6 +80,9 @@ BROKEN, LACKING = HopFailedError("broken"), LayersUnavailableError("layers 2-3 l
         (BROKEN, History(failures=(BROKEN,)), Reroute(B, 0.2, blamed="b")),
         (LACKING, History(lacking_s=0.0), Fail(LACKING)),
         (LACKING, History(failures=(GONE,), excluded=B, lacking_s=0.0), Reroute(frozenset(), 0.2)),
+        (LACKING, History(failures=(GONE,), excluded=B, begun=False), Reroute(frozenset(), 0.2)),
+        (LACKING, History(failures=(GONE,), begun=False), Fail(LACKING)),
+        (TRACKERLESS, History(failures=(GONE,), begun=False), Reroute(frozenset(), 0.2)),
         (LACKING, History(failures=(LACKING,) * 50, lacking_s=56.0, patience_s=60.0), Reroute(frozenset(), 3.0)),
         (LACKING, History(failures=(GONE,), lacking_s=60.0, patience_s=60.0), Fail(LACKING)),
         (LACKING, History(failures=(BROKEN, LACKING), lacking_s=60.0, patience_s=60.0), Fail(BROKEN)),

@@ -1,7 +1,8 @@
 """What `meshnet chat` says while nothing comes: which layers of its model lack, or that it waits for room.
 
-A gateway waits for lacking layers as long as for a step, a minute mostly, before it gives up. It tells nothing
-meanwhile, since its status code would be out then; its status tells, to whoever asks.
+A gateway waits for lacking layers before it gives up: in mid-answer as long as for a step, a minute mostly, before the
+answer began until the lease of whoever died has ended. It tells nothing meanwhile, since its status code would be out
+then; its status tells, to whoever asks.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Mending:
         self._clock = clock
         self._sleep = sleep
         self._cache = cache
-        self._history = History(stateless=not cache, patience_s=patience_s)
+        self._history = History(stateless=not cache, patience_s=patience_s, begun=False)
         self._decided: list[tuple[HopError, Action]] = []  # of frames that failed, until that is carried out
         self._lacking_since: float | None = None
         self._before_lacking = self._history
@@ -157,6 +157,7 @@ class Mending:
 
     def opened(self) -> None:
         """All hops of a route are open: no layers lack, and what failed while they did is no longer counted."""
+        self._history = replace(self._history, begun=True)
         if self._lacking_since is not None:
             self._lacking_since = None
             self._history = replace(self._history, failures=self._before_lacking.failures)

@@ -16,6 +16,8 @@ no room, after waiting for it        fail: `waiting_room` has had its say
 exception in a forward               re-prefill      reroute without it       fail
 no route, once others were blamed    wait, with the blamed let in again, for  fail, with the layers that lack
                                      as long as a step may take
+  before the session was ever open   the same, but only while there is        fail, as for a request that comes now
+                                     somebody blamed to let in again
 bad frame (cut on its way?)          retry           re-prefill               fail
 too large, ...                       fail: the same would happen again
 
@@ -140,6 +142,7 @@ class History:
         doubts: (reporter, reported) of this generation, each a node that another could not reach though we could.
         lacking_s: seconds since layers were found to lack; None while a route has all of them.
         patience_s: for how long they are waited for.
+        begun: the session was open on some route; whoever asked has begun to get an answer.
     """
 
     failures: tuple[MeshnetError, ...] = ()
@@ -150,6 +153,7 @@ class History:
     doubts: frozenset[tuple[str, str]] = frozenset()
     lacking_s: float | None = None
     patience_s: float = 60.0
+    begun: bool = True
 
 
 def next_action(  # noqa: C901, PLR0911 - one return a row
@@ -195,7 +199,9 @@ def next_action(  # noqa: C901, PLR0911 - one return a row
         case CacheFullError():
             return RePrefill()
         case LayersUnavailableError() | TrackerUnreachableError() if (
-            history.failures and (lacking_s or 0.0) + wait_s < history.patience_s
+            history.failures
+            and (history.begun or history.excluded or isinstance(failure, TrackerUnreachableError))
+            and (lacking_s or 0.0) + wait_s < history.patience_s
         ):
             # Whoever was blamed may be back, and is better than nobody.
             return Reroute(frozenset(), wait_s)
