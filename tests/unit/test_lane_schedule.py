@@ -256,6 +256,17 @@ def test_once_the_steps_are_over_the_rest_runs_whole_and_at_once(lane: Lane) -> 
     assert lane.run() == ("p0", 500 - FIRST_PIECE)
 
 
+def test_once_the_session_that_made_steps_is_over_the_rest_runs_whole_and_at_once(lane: Lane) -> None:
+    """The next question often comes the moment an answer has ended."""
+    lane.put(step("a0"), ScriptedJob("p0", 500))
+    assert [lane.run()[0], lane.run()] == ["a0", ("p0", FIRST_PIECE)]
+    assert isinstance(lane.schedule.take(lane.now), float)
+    lane.schedule.forget("a")
+    began = lane.now
+    assert lane.take().positions == 500 - FIRST_PIECE
+    assert lane.now == began
+
+
 def test_a_session_withdrawn_between_two_pieces_is_gone(lane: Lane) -> None:
     lane.put(step("a0"), ScriptedJob("p0", 500), ScriptedJob("p1", 500))
     lane.run()

@@ -201,6 +201,12 @@ class ForwardLane:
         for job in jobs:
             job.settle(None)
 
+    def forget(self, turn: object) -> None:
+        """``turn`` sends no frames any more: others need not leave time for them."""
+        with self._ready:
+            self._schedule.forget(turn)
+            self._ready.notify()
+
     def close(self) -> None:
         """Stop after the frame that is running; frames still queued are cancelled."""
         with self._ready:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from functools import partial
 from typing import Any
 
 from meshnet_core.clock import Clock
@@ -252,7 +253,10 @@ class HopService:
         named = (*document.history, *(token for token, _ in document.sampling.logit_bias))
         check_token_ids(named, backend.vocab_size)
         state = backend.new_state(document.hop.layers.start) if document.cache else None
-        session = HopSession(document, lease, state, history=list(document.history), constraint=constraint)
+        on_end = partial(self._lane.forget, (key, document.epoch))
+        session = HopSession(
+            document, lease, state, history=list(document.history), constraint=constraint, on_end=on_end
+        )
         self._prefixes.offer(session)  # what it could begin from is the last of the prefixes to give way to it
         reserve, step_s = self._reserve(session), document.step_deadline_ms / 1000
         self.store.admit(key, document.epoch, session, reserve, step_s, stateless=not document.cache)

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,10 @@ class Run:
         return (0 if self.task.done() else self.body_bytes) + len(hidden or b"")
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(slots=True, eq=False)  # one object is one session; comparing states would be slow and mean nothing
 class HopSession:
     """State and terms of one session at one hop.
@@ -108,6 +112,7 @@ class HopSession:
         inherited: where what it began from serves, as far as it was taken: its own state serves there too.
         verifying: the newest verify frame, until its reply says which drafts were right; nothing else is taken in then.
         returns_to: where such a frame began, if drafts were wrong and the next frame may begin there again.
+        on_end: called when the session leaves the store.
     """
 
     document: OpenDocument
@@ -126,6 +131,7 @@ class HopSession:
     inherited: dict[str, int] = field(default_factory=dict)
     verifying: Run | None = None
     returns_to: int | None = None
+    on_end: Callable[[], None] = _nothing
     _measured: int = 0
     _measured_at: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event)
@@ -235,6 +241,7 @@ class HopSession:
         for run in self.runs.values():
             run.task.cancel()
         self.lease.end()
+        self.on_end()
         self.announce()
 
     def undelivered_before(self, run: Run) -> list[Run]:

@@ -97,7 +97,6 @@ class LaneSchedule(Generic[J]):
 
     step_s: float | None = None
     _queues: OrderedDict[object, deque[J]] = field(default_factory=OrderedDict)
-    _last_step: float | None = None
     _came: float = 0.0  # the newest step
     _gathering_since: float | None = None
     _stepped: OrderedDict[object, tuple[float, Hashable | None]] = field(default_factory=OrderedDict)  # see `_about`
@@ -129,6 +128,10 @@ class LaneSchedule(Generic[J]):
         """Take out the jobs of a turn."""
         return tuple(self._queues.pop(turn, ()))
 
+    def forget(self, turn: object) -> None:
+        """Its session is over: the lane need not wait for its next step."""
+        self._stepped.pop(turn, None)
+
     def take(self, now: float) -> Taken[J] | float | None:
         """What runs next; or the seconds after which to ask again, if nothing comes before; or None: nothing waits."""
         waits = self._wait_s(now)
@@ -152,14 +155,11 @@ class LaneSchedule(Generic[J]):
         """Note what a job or a batch took."""
         if taken.jobs[0].is_step:
             self.step_s = seconds if self.step_s is None else self.step_s + _WEIGHT * (seconds - self.step_s)
-            self._last_step = now
             for turn in taken.turns:
                 self._note_step(turn, now, taken.jobs[0].batch)
             self._owed_s = max(0.0, self._owed_s - seconds)
             return
-        if self._steps_are_about(now - seconds) and self._last_step is not None:
-            self._last_step += seconds  # they could not run meanwhile
-            about = self._about(now - seconds).items()
+        if about := self._about(now - seconds).items():  # they could not run meanwhile
             self._stepped = OrderedDict((turn, (min(now, last + seconds), batch)) for turn, (last, batch) in about)
         if self._steps_are_about(now):
             # What is left of an older debt stays, unless the steps had their chance: so the halves even out.
@@ -230,9 +230,7 @@ class LaneSchedule(Generic[J]):
     def _steps_are_about(self, now: float) -> bool:
         if any(queue[0].is_step for queue in self._queues.values()):
             return True
-        if self._last_step is None:
-            return False
-        return now - self._last_step < self._linger_s()
+        return bool(self._about(now))
 
     def _linger_s(self) -> float:
         return max(STEPS_LINGER_S, LINGER_STEPS * (self.step_s or 0.0))

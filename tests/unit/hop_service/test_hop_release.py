@@ -8,6 +8,7 @@ import json
 import pytest
 
 from hop_line import EPOCH, GOOD, HIDDEN, PATIENCE_S, PROMPT, SESSION, STEPS, Gate, Line, settle, until
+from in_process_mesh import random_prompt
 from meshnet_core.clock import SystemClock
 from meshnet_core.errors import CacheMissError, MissReason
 from meshnet_core.frames import Frame
@@ -175,3 +176,16 @@ async def test_the_status_is_json_and_counts(line: Line) -> None:
     state = line.session().state
     assert state is not None
     assert status["state_bytes"] == state.nbytes
+
+
+async def test_the_next_session_is_not_kept_waiting_for_steps_of_one_that_is_over(line: Line) -> None:
+    await line.open()
+    await line.decode(await line.prefill(PROMPT))
+    for hop in line.hops:
+        await hop.release(SESSION)
+    for shard in line.shards:
+        shard.forwards.clear()
+    prompt = random_prompt(200)
+    await line.open(session="s-next", prompt=prompt)
+    await line.prefill(prompt, session="s-next")
+    assert [shard.forwards for shard in line.shards] == [[(0, 200)]] * 2  # not in pieces
