@@ -38,15 +38,9 @@ from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.offered_shard import LoadedShard
 from meshnet_node.shard_probes import MEASURED_STEPS, STALE_S, ShardProbes
 from process_mesh import fetch_json, mesh_client, process_mesh
-from tiny_models import save_tiny
 
 PROMPT = random_prompt(17)
 COUNT = 24
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

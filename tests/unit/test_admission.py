@@ -30,16 +30,10 @@ from meshnet_gateway.waiting_room import NoRoomError, WaitingRoom
 from meshnet_node import hop_service
 from meshnet_node.cache_store import CacheStore, SessionKey, StoreLimits
 from meshnet_node.model_backend import ShardResult, ShardWork
-from tiny_models import save_tiny
 from virtual_time import LoopClock, run_virtually
 
 PROMPT = random_prompt(17)
 COUNT = 24
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

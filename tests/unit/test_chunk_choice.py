@@ -23,15 +23,9 @@ from meshnet_gateway.chunk_choice import MOST_IN_FLIGHT, Stage, choose_cut, stag
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.recovery import Replay
 from meshnet_node.cache_store import SessionKey
-from tiny_models import save_tiny
 
 PROMPT = random_prompt(150)
 SMOLLM2 = [Stage(0, 0, 0.2), Stage(14, 1.3), Stage(0, 0, 0.2), Stage(14, 1.3)]  # 15 layers each on one thread, bfloat16
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize(

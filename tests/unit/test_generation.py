@@ -35,11 +35,6 @@ COUNT = 24
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("qwen3_5_moe_text", tmp_path_factory.mktemp("hybrid"))
 

@@ -28,14 +28,8 @@ from meshnet_node.shard_loader import load_shard
 from meshnet_node.shard_pool import LoadedShard, ShardPool
 from meshnet_node.shard_probes import MEASURED_STEPS, STALE_S, ShardProbes
 from meshnet_node.speed_watch import SpeedWatch
-from tiny_models import save_tiny
 
 # -- shards -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

@@ -20,16 +20,10 @@ from meshnet_core.tracker_client import TrackerClient
 from meshnet_tracker.directory import Directory
 from meshnet_tracker.server import create_app
 from socket_fleet import SocketFleet, fleet_client, socket_fleet
-from tiny_models import save_tiny
 from web_on_socket import serving
 
 OLD, BOTH, NEW = range(1, 2), range(1, 3), range(2, 3)
 PROMPT, COUNT = random_prompt(17), 40
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

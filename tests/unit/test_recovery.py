@@ -59,11 +59,6 @@ LACKING = LayersUnavailableError("layers 2-3 lack")
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def expected(llama: Path) -> list[int]:
     return reference_greedy(reference_model(llama), PROMPT, COUNT)
 

@@ -7,7 +7,7 @@ that differs hides nothing, and logits are compared. What must not happen is sho
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,25 +22,13 @@ from meshnet_node.session_state import SessionState
 from shard_routes import Models, Route, assert_close, assert_far
 from tiny_models import ALL, CORE, VOCAB, num_layers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = (5, 17, 30, 1, 12, 9, 23, 11)
 """Of the prompts: windows of the tiny models are of 11 positions."""
 STEPS = 16
 ALONE = {"deepseek_v3", "falcon_h1", "kimi_linear", "llama4_text", "minimax", "zamba2"}
 """Families whose steps run one by one."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root: Path = tmp_path_factory.mktemp("tiny")
-    return Models(root)
 
 
 def tokens(count: int, seed: int) -> list[int]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,21 +19,9 @@ from meshnet_node.shard_loader import load_shard
 from shard_routes import Models, Route, assert_close
 from tiny_models import CORE, VOCAB, num_layers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HIDDEN = 32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root: Path = tmp_path_factory.mktemp("tiny")
-    return Models(root)
 
 
 @pytest.fixture

@@ -29,26 +29,14 @@ from meshnet_node.shard_loader import load_shard, read_config
 from shard_routes import Answer, Models, Route, assert_close, assert_far, unsharded
 from tiny_models import ALL, CORE, VOCAB, WHOLE, num_layers, save_tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT_LENGTH = 70  # more than one chunk of 64, of ours and of the delta rule's kernels
 COUNT = 48
 CHUNKS = (1, 7, 64)
 MISSES = (1, 7, 40)  # tokens of the answer already made when every hop has lost its state
 
 MIXTURES = [family for family, settings in ALL.items() if any("experts" in name for name in settings)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root: Path = tmp_path_factory.mktemp("tiny")
-    return Models(root)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,23 +17,11 @@ import torch
 from shard_routes import Answer, Models, assert_close, assert_far, unsharded
 from tiny_models import CORE, MORE, VOCAB, num_layers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT_LENGTH = 17
 NEW_TOKENS = 64
 FEW_TOKENS = 24  # for the families beyond the core, of which there are many
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root: Path = tmp_path_factory.mktemp("tiny")
-    return Models(root)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,24 +10,13 @@ from meshnet_node.session_state import SessionState
 from shard_routes import Models, Route, assert_close
 from tiny_models import CORE, FAMILIES, num_layers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = random_prompt(30, seed=3)
 AT, CUT = 20, 13
 WINDOW = 11  # of the tiny models that have one
 
 CUT_BACK = {"llama", "qwen2", "qwen3", "qwen3_moe"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("tiny"))
 
 
 def whole(models: Models, family: str) -> Route:

@@ -33,15 +33,9 @@ from meshnet_gateway.generation_trace import NO_TRACE
 from meshnet_gateway.otel_tracing import OtelTracing
 from otlp_collector import otlp_collector
 from scripted_engine import FixedMesh, FixedTexts, ScriptedEngine, summary
-from tiny_models import save_tiny
 
 THREE = ["0-0", "1-1", "2-3"]
 ROUTE_S, OPEN_S, HOP_S, DELIVER_S = 0.05, 0.1, 0.02, 0.005
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

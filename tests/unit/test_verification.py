@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,11 @@ from meshnet_node.verification import Verification, verify
 from tiny_models import VOCAB, num_layers, save_tiny
 from tiny_tokenizers import byte_level_files
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = ([5, 6, 7, 8, 9], [(7 * at) % VOCAB for at in range(19)])
 TOKENS = 8
 REFILLS = {5 + 1, 19 + 7}  # positions of the frames that refill the two prompts, and of no other frame
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
