@@ -25,6 +25,7 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import NodeInfo
 from meshnet_core.placeable import Placeable
 from meshnet_core.trackers import Trackers
+from meshnet_node.compile_choice import compiles_steps
 from meshnet_node.device_memory import free_bytes
 from meshnet_node.model_files import open_model
 from meshnet_node.placeable_model import PlaceableModel
@@ -64,7 +65,7 @@ class AutoLayers:
         self, model: str, memory: int | None, weights: WeightsWanted, device: str, report: ProgressReporter
     ) -> None:
         self.boot, self.started = mint_boot_id(), time.time_ns() // 1_000_000
-        self._given, self._quantize = model, weights.quantize
+        self._given, self._weights = model, weights
         self._report: ProgressReporter | None = report
         self._model = PlaceableModel(
             open_model(model).rounded(weights.quantize),
@@ -72,6 +73,7 @@ class AutoLayers:
             device=device,
             quantize=weights.quantize,
         )
+        compiles_steps(weights.compile, self._model.device)  # refused now where it cannot be had
         free = free_bytes(self._model.device)
         if memory is not None and memory > free:
             raise InvalidInputError(
@@ -196,7 +198,7 @@ class AutoLayers:
     def _offer(self, layers: LayerRange) -> OfferedShard:
         files = self._model.files
         folder = self._model.prepare(layers, self._show)
-        return offered(self._model.plan(folder, layers), self._given, files, self._quantize)
+        return offered(self._model.plan(folder, layers), self._given, files, self._weights)
 
     def _show(self, what: str, done: int, total: int) -> None:
         if self._report is not None:

@@ -125,6 +125,7 @@ def node(
     ] = None,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     quantize: options.Quantize = options.QuantizeChoice.AUTO,
+    compile_: options.Compile = options.CompileChoice.OFF,
     device: options.Device = "auto",
     threads: options.Threads = None,
     cache_bytes: options.CacheBytes = None,
@@ -196,7 +197,7 @@ def node(
         keys=keys,
         wire=wire,
     )
-    weights = WeightsWanted(dtype.value, quantize.value)
+    weights = WeightsWanted(dtype.value, quantize.value, compile_.value)
     with progress_reporter() as report:
         report("", "starting torch", 0, 1)
         lane_threads = _start_torch(threads)

@@ -105,7 +105,7 @@ async def serve(
     def status() -> dict[str, Any]:
         about = {"node": place.node_id, "url": place.url, "version": version, "device": str(device)}
         now = {"registered": registration.state is RegistrationState.REGISTERED, "ready": not_ready() is None}
-        return {**about, **now, **service.status(), **_placement_status(auto)}
+        return {**about, **now, **service.status(), **_placement_status(auto), **_compile_status(shards)}
 
     def text_files(fingerprint: str) -> dict[str, bytes] | None:
         return next((dict(offer.text_files) for offer in shards if offer.known.fingerprint == fingerprint), None)
@@ -190,6 +190,20 @@ def _not_ready(service: HopService, registration: Registration) -> str | None:
 
 def _placement_status(auto: AutoLayers | None) -> dict[str, Any]:
     return {} if auto is None else {"placement": auto.status()}
+
+
+def _compile_status(shards: ShardPool) -> dict[str, Any]:
+    """How far each shard's compiled step is, where that was asked for."""
+    warming = [(offer, getattr(offer.shard.backend, "step_warm_up", None)) for offer in shards if offer.shard]
+    told = {str(offer): warm_up.status for offer, warm_up in warming if warm_up is not None}
+    if not told:
+        return {}
+    return {
+        "compile": {
+            name: {"state": s.state.value, "seconds": round(s.seconds, 1), "detail": s.detail}
+            for name, s in told.items()
+        }
+    }
 
 
 async def _sweep(store: CacheStore[HopSession]) -> None:

@@ -46,10 +46,11 @@ class ShardChoice:
 
 @dataclass(frozen=True, slots=True)
 class WeightsWanted:
-    """``--dtype`` and ``--quantize`` as typed."""
+    """``--dtype``, ``--quantize`` and ``--compile`` as typed."""
 
     dtype: str
     quantize: str
+    compile: str = "off"
 
 
 def load_pool(
@@ -86,6 +87,7 @@ def _offer(
 ) -> OfferedShard:
     import torch
 
+    from meshnet_node.compile_choice import compiles_steps
     from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
     from meshnet_node.family_support import check_config
     from meshnet_node.shard_loader import plan_shard
@@ -94,6 +96,7 @@ def _offer(
     check_config(files.config, choice.layers)  # before anything is fetched or converted
     # What a GGUF is de-quantised to: as for a checkpoint in 16 bits. Safetensors stay as they are.
     on = choose_device(device)
+    compiles_steps(weights.compile, on)  # refused now where it cannot be had, not once it is loaded
     prepared = choose_dtype(weights.dtype, on, torch.bfloat16)
     layers = choice.layers
     folder = files.prepare(
@@ -103,10 +106,10 @@ def _offer(
         progress=lambda what, done, total: report("", what, done, total),
     )
     plan = plan_shard(folder, layers, dtype=weights.dtype, device=device, quantize=weights.quantize)
-    return offered(plan, choice.model, files, weights.quantize)
+    return offered(plan, choice.model, files, weights)
 
 
-def offered(plan: ShardPlan, model: str, files: ModelFiles, quantize: str) -> OfferedShard:
+def offered(plan: ShardPlan, model: str, files: ModelFiles, weights: WeightsWanted) -> OfferedShard:
     """What was planned, to be loaded when it is wanted; ``model`` is MODEL as typed."""
     from meshnet_core.membership import ShardInfo
     from meshnet_node.offered_shard import OfferedShard
@@ -121,16 +124,26 @@ def offered(plan: ShardPlan, model: str, files: ModelFiles, quantize: str) -> Of
         dtype=plan.dtype,
         weight_bytes=plan.weight_bytes,
     )
-    return OfferedShard(known, partial(_load, plan, model, files, quantize), files.text_files())
+    return OfferedShard(known, partial(_load, plan, model, files, weights), files.text_files())
 
 
-def _load(plan: ShardPlan, model: str, files: ModelFiles, quantize: str, progress: Progress) -> TorchModelShard:
+def _load(
+    plan: ShardPlan, model: str, files: ModelFiles, weights: WeightsWanted, progress: Progress
+) -> TorchModelShard:
     """Load what was planned, unless the folder holds another model by now: it would answer under a wrong name."""
     import torch
 
+    from meshnet_node.compile_choice import compiles_steps
     from meshnet_node.model_files import open_model
+    from meshnet_node.step_warm_up import StepWarmUp
 
     torch.set_num_threads(1)  # of this thread: the forward lane's team of threads is to be the only one
-    if Path(model).expanduser().is_dir() and open_model(model).rounded(quantize).fingerprint != files.fingerprint:
+    if (
+        Path(model).expanduser().is_dir()
+        and open_model(model).rounded(weights.quantize).fingerprint != files.fingerprint
+    ):
         raise ModelNotFoundError(f"the files of {model} were changed since this node started; start it again")
-    return plan.load(progress)
+    shard = plan.load(progress)
+    if compiles_steps(weights.compile, plan.device):
+        shard.warm_up(StepWarmUp(shard))
+    return shard

@@ -40,6 +40,13 @@ class QuantizeChoice(enum.StrEnum):
     INT4 = "int4"
 
 
+class CompileChoice(enum.StrEnum):
+    """What is compiled."""
+
+    OFF = "off"
+    STEP = "step"
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -130,6 +137,13 @@ Quantize = Annotated[
         "--quantize",
         help="How weights are held: auto leaves 4- and 8-bit GGUF blocks packed on a CPU in bfloat16, none does not; "
         "int8 and int4 round wider ones, which makes another model of it.",
+    ),
+]
+Compile = Annotated[
+    CompileChoice,
+    typer.Option(
+        "--compile",
+        help="step compiles decode steps in the background and uses them once they prove to be the same; off does not.",
     ),
 ]
 Device = Annotated[

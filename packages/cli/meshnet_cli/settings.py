@@ -30,7 +30,7 @@ from meshnet_cli.setting_value import check_kind, words
 from meshnet_core.errors import InvalidInputError
 
 SHARED = frozenset(
-    {"tracker", "url", "mesh", "insecure", "dtype", "quantize", "device", "threads", "cache-bytes"}
+    {"tracker", "url", "mesh", "insecure", "dtype", "quantize", "compile", "device", "threads", "cache-bytes"}
     | {"max-sessions", "session-ttl", "prefix-reuse", "recovery", "speculate", "step-deadline", "traces", "wire"}
 )
 EVERYWHERE = "all"

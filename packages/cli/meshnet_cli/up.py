@@ -50,6 +50,7 @@ def up(
     port: Annotated[int, options.port("the API")] = options.DEFAULT_GATEWAY_PORT,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     quantize: options.Quantize = options.QuantizeChoice.AUTO,
+    compile_: options.Compile = options.CompileChoice.OFF,
     device: options.Device = "auto",
     threads: Annotated[
         int | None,
@@ -75,8 +76,8 @@ def up(
     stop_on_signals()
     try:
         form = ("--wire", wire.value)
-        weights = ("--dtype", dtype.value, "--quantize", quantize.value, "--device", device)
-        node_options = (*weights, *limits.arguments(), *form)
+        computing = ("--dtype", dtype.value, "--quantize", quantize.value, "--compile", compile_.value)
+        node_options = (*computing, "--device", device, *limits.arguments(), *form)
         page = "--dashboard" if dashboard else "--no-dashboard"
         drafts = ("--speculate", str(Speculate.parse(speculate)))
         mending = ("--recovery", recovery.value, "--step-deadline", f"{step_deadline:g}")

@@ -46,13 +46,15 @@ def verify(
     ] = 16,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     quantize: options.Quantize = options.QuantizeChoice.AUTO,
+    compile_: options.Compile = options.CompileChoice.OFF,
     device: options.Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:
     """Check that MODEL answers alike on this machine, cut or whole, cached or not, disturbed or not."""
     with progress_reporter() as report:
         report("", f"opening {model}", 0, 1)
-        files, found = _verify(model, splits, tokens, WeightsWanted(dtype.value, quantize.value), device, report)
+        weights = WeightsWanted(dtype.value, quantize.value, compile_.value)
+        files, found = _verify(model, splits, tokens, weights, device, report)
     from meshnet_cli import verify_report
 
     if as_json:
@@ -79,9 +81,12 @@ def _verify(
 
     from meshnet_core.layer_range import LayerRange
     from meshnet_node import verification
+    from meshnet_node.compile_choice import compiles_steps
     from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
+    from meshnet_node.step_compiler import compile_in_child
     from meshnet_node.weight_choice import keeps_packed
 
+    compiled = compiles_steps(weights.compile, choose_device(device))
     prepared = choose_dtype(weights.dtype, choose_device(device), torch.bfloat16)  # as `meshnet node` has it
     folder = files.prepare(
         LayerRange(0, files.num_layers),
@@ -97,6 +102,7 @@ def _verify(
         dtype=weights.dtype,
         device=device,
         quantize=weights.quantize,
+        compile_layers=compile_in_child if compiled else None,
         progress=lambda what, done, total: report("", what, done, total),
     )
     return files, found

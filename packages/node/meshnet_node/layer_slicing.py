@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,6 +39,21 @@ _MASK_FREE = frozenset({"full_attention", "sliding_attention", "linear_attention
 
 class ForwardCancelledError(Exception):
     """A forward was stopped between two layers because its frame was cancelled. The session's state is spoiled."""
+
+
+class StepTree(Protocol):
+    """Another way through a view's layers for the newest position of one session.
+
+    Attributes:
+        model, base: run in the place of the view's own.
+    """
+
+    model: Any
+    base: Any
+
+    def takes(self, cache: DynamicCache) -> bool:
+        """Whether it can run a single position on ``cache``."""
+        ...
 
 
 def base_of(model: PreTrainedModel) -> Any:
@@ -74,10 +89,14 @@ class LayerView:
         model: the causal model, sharing the shard's parameters; run one forward at a time.
         config: the model's, describing only ``layers``.
         runs_together: whether :meth:`forward_together` can run.
+        step: taken by frames of one position on a filled cache; None for the plain way.
+        is_last: whether it projects to logits.
     """
 
     def __init__(self, shard: PreTrainedModel, held: LayerRange, start: int, family: Family) -> None:
         self.layers = held.starting_at(start)
+        self.is_last = held.stop == shard.config.num_hidden_layers
+        self.step: StepTree | None = None
         self.model = _copy_sharing_parameters(shard)
         self.config: PreTrainedConfig = self.model.config
         self._cancelled: Callable[[], bool] | None = None
@@ -94,7 +113,7 @@ class LayerView:
         self._grouped_experts = getattr(self.config, "_experts_implementation", None) == "grouped_mm"
         self._base = base_of(self.model)
         for layer in self._base.layers:
-            layer.register_forward_pre_hook(self._look_at_cancel)
+            layer.register_forward_pre_hook(lambda _module, _arguments: self.look_at_cancel())
         self._ragged = ragged_name(self.config._attn_implementation)
         self.runs_together = (
             family.runs_together
@@ -105,6 +124,12 @@ class LayerView:
         head: Any = getattr(self.model, "lm_head", None)
         if isinstance(head, nn.Linear):
             head.register_forward_pre_hook(_lay_dense)
+
+    @property
+    def plain_layers(self) -> nn.ModuleList:
+        """Its layers, as transformers has them."""
+        layers: nn.ModuleList = self._base.layers
+        return layers
 
     def new_cache(self) -> DynamicCache:
         """An empty cache of just this view's layers."""
@@ -118,6 +143,7 @@ class LayerView:
         cache: DynamicCache | None,
         sample: int,
         cancelled: Callable[[], bool],
+        plain: bool = False,
     ) -> torch.Tensor:
         """Run the layers over one frame.
 
@@ -127,6 +153,7 @@ class LayerView:
             cache: what :meth:`new_cache` gave, filled with exactly ``position`` positions; None for the stateless path.
             sample: trailing positions to project to logits; 0 for none.
             cancelled: looked at before each layer.
+            plain: leave :attr:`step` aside.
 
         Returns:
             Hidden states ``[1, seq_len, hidden]`` if ``sample`` is 0, else logits ``[1, sample, vocab]``.
@@ -143,12 +170,16 @@ class LayerView:
                     cache=cache,
                     sample=1 if at >= seq_len - sample else 0,
                     cancelled=cancelled,
+                    plain=plain,
                 )
                 for at in range(seq_len)
             ]
             return torch.cat(steps[-sample:], dim=1)  # all of them where sample is 0
         positions = torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0)
-        return self._run(inputs, positions, self._masks(seq_len), cache, sample, cancelled)
+        step = None
+        if self.step is not None and not plain and seq_len == 1 and position > 0:
+            step = self.step if cache is not None and self.step.takes(cache) else None
+        return self._run(inputs, positions, self._masks(seq_len), cache, sample, cancelled, step)
 
     def forward_together(
         self,
@@ -193,6 +224,7 @@ class LayerView:
         cache: DynamicCache | None,
         sample: int,
         cancelled: Callable[[], bool],
+        step: StepTree | None = None,
     ) -> torch.Tensor:
         arguments: dict[str, Any] = {
             "input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs,
@@ -205,11 +237,12 @@ class LayerView:
             # As transformers' generate() does: grouped products are slow for one position on an accelerator.
             self.config._experts_implementation = "batched_mm" if positions.shape[1] == 1 else "grouped_mm"
         self._cancelled = cancelled
+        model, base = (self.model, self._base) if step is None else (step.model, step.base)
         try:
             if sample:
-                logits: torch.Tensor = self.model(**arguments, logits_to_keep=sample).logits
+                logits: torch.Tensor = model(**arguments, logits_to_keep=sample).logits
                 return logits
-            hidden: torch.Tensor = self._base(**arguments).last_hidden_state
+            hidden: torch.Tensor = base(**arguments).last_hidden_state
             return hidden
         finally:
             self._cancelled = None
@@ -224,7 +257,12 @@ class LayerView:
             return self._no_masks
         return None
 
-    def _look_at_cancel(self, _module: nn.Module, _arguments: object) -> None:
+    def look_at_cancel(self) -> None:
+        """Called before each layer.
+
+        Raises:
+            ForwardCancelledError: the frame that runs was cancelled.
+        """
         if self._cancelled is not None and self._cancelled():
             raise ForwardCancelledError(f"forward of layers {self.layers} was cancelled")
 

@@ -7,11 +7,12 @@ and other frames one after the other. Knows nothing of sessions' names, of the w
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from meshnet_core.errors import (
 )
 from meshnet_core.frames import MAX_CHUNK
 from meshnet_core.layer_range import LayerRange
+from meshnet_node.compiled_step import CompiledLayer, CompiledStep
 from meshnet_node.device_choice import DTYPES, dtype_name
 from meshnet_node.device_memory import give_back
 from meshnet_node.family_support import Family, check_split
@@ -35,7 +37,12 @@ from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.session_state import SessionState, tensors_of_each_layer, walk_tensors
 from meshnet_node.weight_packing import held_as
 
+if TYPE_CHECKING:
+    from meshnet_node.step_warm_up import StepWarmUp
+
 __all__ = ["ForwardCancelledError", "ShardBackend", "ShardResult", "ShardWork", "TorchModelShard"]
+
+logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 4  # int32
 BATCH_LIMIT = 32  # decode steps in one forward: each one more adds its attention and little else
@@ -209,6 +216,8 @@ class TorchModelShard:
         self._views_lock = threading.Lock()
         self._running = threading.Lock()
         self._closed = False
+        self._compiled: tuple[CompiledLayer, ...] = ()
+        self.step_warm_up: StepWarmUp | None = None
         self._costs = self._measure_state()
         self.batch_limit = BATCH_LIMIT if self._view(layers.start).runs_together else 1
 
@@ -318,14 +327,54 @@ class TorchModelShard:
         """The modules that a frame over all of the shard's layers runs, by torch's names for them."""
         return iter(self._view(self.layers.start).model.named_modules())
 
+    def whole_view(self) -> LayerView:
+        """The view of all its layers."""
+        return self._view(self.layers.start)
+
+    def its_turn(self) -> threading.Lock:
+        """A lock that keeps frames out while it is held."""
+        return self._running
+
+    def warm_up(self, warm_up: StepWarmUp) -> None:
+        """Start to make the compiled decode step in the background; :meth:`close` stops it."""
+        self.step_warm_up = warm_up
+        warm_up.start()
+
+    def use_compiled(self, layers: Sequence[CompiledLayer]) -> None:
+        """Take decode steps that need not be exact through ``layers``, one for each of the shard's."""
+        with self._views_lock:
+            if self._closed:
+                return
+            self._compiled = tuple(layers)
+            for view in self._views.values():
+                self._put_step(view)
+
+    def _put_step(self, view: LayerView) -> None:
+        if self._compiled:
+            ours = self._compiled[view.layers.start - self.layers.start :]
+            view.step = CompiledStep(view, ours, view.look_at_cancel)
+
+    def _let_go_of_compiled(self, error: BaseException) -> None:
+        """After a compiled step failed in a frame: whatever is wrong with it, the plain one goes on."""
+        logger.warning("decode steps of layers %s are plain again, the compiled one failed: %r", self.layers, error)
+        with self._views_lock:
+            self._compiled = ()
+            for view in self._views.values():
+                view.step = None
+
     def close(self) -> None:
         """See :class:`ShardBackend`.
 
         The tensors are taken out of the modules: those refer to one another in circles, and a node has frozen some of
         them against the garbage collector, so that letting go of the model alone might free nothing.
         """
+        if self.step_warm_up is not None:
+            self.step_warm_up.stop()
         with self._running, self._views_lock:
             self._closed = True
+            self._compiled = ()
+            for view in self._views.values():
+                view.step = None
             for model in (self._model, *(view.model for view in self._views.values())):
                 for module in model.modules():
                     module._parameters.clear()
@@ -355,13 +404,16 @@ class TorchModelShard:
                 cache=None if work.state is None else work.state.cache,
                 sample=sample,
                 cancelled=work.cancelled,
+                plain=work.exact,
             )
             if work.state is not None:
                 work.state.advance(work.seq_len)
             hidden = None if self.is_last else _to_wire(output, DTYPES[work.wire_dtype])
-        except BaseException:
+        except BaseException as error:
             if work.state is not None:
                 work.state.spoil()
+            if view.step is not None and work.seq_len == 1 and not isinstance(error, ForwardCancelledError):
+                self._let_go_of_compiled(error)
             raise
         logits = output[0].float() if sample else None
         return ShardResult(hidden=hidden, logits=logits, seconds=time.perf_counter() - began)
@@ -447,6 +499,7 @@ class TorchModelShard:
                     raise InvalidInputError(f"effective start {start} lies outside this shard's layers {self.layers}")
                 check_split(self._model.config, self.layers.starting_at(start))
                 self._views[start] = LayerView(self._model, self.layers, start, self._family)
+                self._put_step(self._views[start])
             return self._views[start]
 
     @torch.inference_mode()

@@ -17,6 +17,8 @@ from meshnet_node.model_backend import ShardWork
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.split import Split
+from meshnet_node.step_compiler import Compile
+from meshnet_node.step_warm_up import StepState, StepWarmUp
 
 
 class ShardRoute:
@@ -40,6 +42,19 @@ class ShardRoute:
         self._shards = [load_shard(folder, held, dtype=dtype, device=device, quantize=quantize) for held in split.held]
         self.dtype = max((shard.dtype for shard in self._shards), key=len)  # one without packed layers is part of it
         self._wire_dtype = wire_dtype(shard.dtype for shard in self._shards)
+
+    def compile(self, compile_layers: Compile) -> str | None:
+        """Have every shard take compiled decode steps; blocks until they do.
+
+        Returns:
+            Which shard's steps are not the same or cannot be had, and why; None if all are compiled.
+        """
+        for shard in self._shards:
+            warm_up = StepWarmUp(shard, compile_layers, sleep=lambda _seconds: None)
+            warm_up.run()
+            if warm_up.status.state is not StepState.READY:
+                return f"decode steps of layers {shard.layers} are refused: {warm_up.status.detail}"
+        return None
 
     def open(self) -> list[SessionState]:
         """A session's empty state on every hop."""

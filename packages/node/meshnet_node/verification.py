@@ -33,6 +33,7 @@ from meshnet_node.frame_schedule import (
 )
 from meshnet_node.shard_route import ShardRoute
 from meshnet_node.split import Split
+from meshnet_node.step_compiler import Compile
 from meshnet_node.unsplit_model import UnsplitModel
 
 Progress = Callable[[str, float, float], None]
@@ -47,6 +48,7 @@ class Check(enum.StrEnum):
     """What is checked; the names that reports and `docs/verify.md` use."""
 
     WHOLE = "whole"
+    COMPILE = "compile"
     SPLIT = "split"
     STATELESS = "stateless"
     CHUNKS = "chunks"
@@ -129,6 +131,7 @@ def verify(
     dtype: str = "auto",
     device: str = "auto",
     quantize: str = "auto",
+    compile_layers: Compile | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Verification:
     """Run all checks.
@@ -140,6 +143,8 @@ def verify(
         tokens: how many to answer each prompt with, at least :data:`MIN_TOKENS`.
         dtype, device: see :mod:`~meshnet_node.device_choice`.
         quantize: see :mod:`~meshnet_node.weight_choice`; packed weights are compared with packed ones.
+        compile_layers: compiles decode steps, which all checks of a split then take; plain ones if not given. A split
+            whose steps are refused fails :attr:`Check.COMPILE`, and its other checks run plain.
 
     Raises:
         UnsupportedModelError: the model is not supported, or none of the splits.
@@ -149,22 +154,23 @@ def verify(
         raise InvalidInputError(f"a verification needs a split, a prompt, and at least {MIN_TOKENS} tokens")
     on = choose_device(device)
     kind = choose_dtype(dtype, on, CheckpointReader(folder).float_dtype())
-    total = 1 + len(SPLIT_CHECKS) * len(splits)
+    checked = SPLIT_CHECKS if compile_layers is None else (Check.COMPILE, *SPLIT_CHECKS)
+    total = 1 + len(checked) * len(splits)
     progress("the whole model", 0, total)
     reference, whole = _refer(UnsplitModel(folder, kind, on, quantize), prompts, tokens, kind)
     results, refused = [whole], []
     computed = dtype_name(kind)
     for number, split in enumerate(splits):
-        first = 1 + number * len(SPLIT_CHECKS)
+        first = 1 + number * len(checked)
         gc.collect()  # the model or the shards before this: they hold themselves in cycles
         progress(f"loading {split}", first, total)
         try:
             route = ShardRoute(folder, split, dtype=dtype_name(kind), device=str(on), quantize=quantize)
-            checks = _SplitChecks(route, reference)
+            checks = _SplitChecks(route, reference, compile_layers)
         except UnsupportedModelError as error:
             refused.append((split, error.message))
             continue
-        for index, check in enumerate(SPLIT_CHECKS):
+        for index, check in enumerate(checked):
             progress(f"{check} of {split}", first + index, total)
             results.append(checks.run(check, split))
         computed = route.dtype
@@ -217,15 +223,18 @@ _WAYS: dict[Check, Callable[[FrameModel, Sequences, int], Rows]] = {
 
 
 class _SplitChecks:
-    """The checks of one loaded split, in the order of :data:`SPLIT_CHECKS`."""
+    """The checks of one loaded split, in the order of :data:`SPLIT_CHECKS`; before them that of compiling, if any."""
 
-    def __init__(self, route: ShardRoute, reference: _Reference) -> None:
+    def __init__(self, route: ShardRoute, reference: _Reference, compile_layers: Compile | None) -> None:
         self._route = route
+        self._compile = compile_layers
         self._reference = reference
         self._runs: list[Rows] = []
 
     def run(self, check: Check, split: Split) -> CheckResult:
         """Run one; what a hop refuses or fails with is an objection too."""
+        if check is Check.COMPILE and self._compile is not None:
+            return CheckResult(check, split, None, self._route.compile(self._compile))
         try:
             found, objection = self._judge(check)
         except MeshnetError as error:

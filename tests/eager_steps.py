@@ -1,0 +1,41 @@
+"""In the place of a compiler: layers that run as they were traced, with no library made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from meshnet_node.compiled_step import CompiledLayer, Library
+from meshnet_node.layer_sketch import LayerSketch
+from meshnet_node.step_export import TracedLayer
+
+
+def trace_layers(sketches: Sequence[LayerSketch], stopped: Callable[[], bool]) -> list[CompiledLayer]:
+    """As `meshnet_node.step_compiler.compile_in_child`."""
+    del stopped
+    return [_traced(sketch) for sketch in sketches]
+
+
+def spoilt_layers(by: float) -> Callable[[Sequence[LayerSketch], Callable[[], bool]], list[CompiledLayer]]:
+    """Likewise, with hidden states that are `by` times too long, as a wrong compiler would have it."""
+
+    def compile_layers(sketches: Sequence[LayerSketch], stopped: Callable[[], bool]) -> list[CompiledLayer]:
+        return [replace(layer, library=_spoilt(layer.library, by)) for layer in trace_layers(sketches, stopped)]
+
+    return compile_layers
+
+
+def _traced(sketch: LayerSketch) -> CompiledLayer:
+    layer = TracedLayer(sketch)
+    attention, beside = layer.attention, layer.beside
+    return CompiledLayer(sketch, lambda tensors: list(layer(*tensors)), attention, beside)
+
+
+def _spoilt(library: Library, by: float) -> Library:
+    def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        hidden, *states = library(tensors)
+        return [hidden * by, *states]
+
+    return run
