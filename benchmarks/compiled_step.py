@@ -50,7 +50,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from meshnet_node.step_warm_up import StepWarmUp  # noqa: PLC0415
 
     torch.set_num_threads(arguments.threads)
-    folder = prepare(MODELS[arguments.model], arguments.dtype)
+    folder = Path(prepare(MODELS[arguments.model], arguments.dtype).folder)
     total = read_config(folder).num_hidden_layers
     layers = LayerRange.parse(arguments.layers) if arguments.layers else LayerRange(0, total)
     shard = load_shard(folder, layers, dtype=arguments.dtype, device=arguments.device)

@@ -1,10 +1,11 @@
 """`make gpu-check`: parity and flat speed on a CUDA device, for a machine with this checkout and no registries.
 
-    python -m benchmarks.gpu_check [--only parity|speed] [--all-families] [--rehearse]
+    python -m benchmarks.gpu_check [--only parity|speed|compile] [--all-families] [--rehearse]
 
 Float32 parity of two nodes, both on the GPU, and one on the GPU and one on the CPU, on tiny models of several families
 and on Qwen2.5-0.5B's shape; then the speed of two nodes on the GPU over 512 tokens beside `generate()`. Takes some
-minutes. `PACKAGES` below is what it needs.
+minutes. `--only compile`, which is no part of the rest and needs a C++ compiler, compares compiled decode steps of some
+tiny families with plain ones, and times them on Qwen2.5-0.5B's shape. `PACKAGES` below is what it needs.
 
 Exit code: 0 all holds, 1 something does not, 3 there is no CUDA device (nothing was checked), 4 a package is missing or
 of a version that was never tested. `--rehearse` goes through all of it on the CPU, which checks nothing about a GPU.
@@ -37,6 +38,7 @@ FAMILIES = (
     "lfm2",
     "gemma3_text",
 )
+COMPILED_FAMILIES = ("llama", "mistral", "qwen3_next", "lfm2")
 SPEED_TOKENS = 512
 MODEL = "qwen2-0.5b"
 RETENTION_TARGET = 0.95
@@ -150,10 +152,35 @@ def check_speed(device: str, tokens: int) -> dict[str, Any]:
     return document(found)
 
 
+def check_compile(device: str) -> list[dict[str, Any]]:
+    """A row for each tiny family, and one with times for Qwen2.5-0.5B's shape; prints each as it comes."""
+    import tiny_models  # noqa: PLC0415
+    from benchmarks.compiled_step import measure  # noqa: PLC0415
+    from meshnet_core.layer_range import LayerRange  # noqa: PLC0415
+    from meshnet_node.shard_loader import load_shard  # noqa: PLC0415
+    from meshnet_node.step_warm_up import StepWarmUp  # noqa: PLC0415
+
+    rows: list[dict[str, Any]] = []
+    for family in COMPILED_FAMILIES:
+        with tempfile.TemporaryDirectory(prefix="meshnet-gpu-check-") as place:
+            folder = tiny_models.save_tiny(family, Path(place))
+            layers = LayerRange(0, tiny_models.num_layers(family))
+            warm_up = StepWarmUp(load_shard(folder, layers, dtype="float32", device=device))
+            warm_up.run()
+        status = warm_up.status
+        holds = status.state.value == "ready"
+        print(f"{'holds' if holds else 'FAILS'}: compiled steps of tiny {family}: {status.detail}", flush=True)
+        rows.append({"model": family, "holds": holds, "detail": status.detail, "seconds": round(status.seconds, 1)})
+    wanted = argparse.Namespace(model=MODEL, dtype="bfloat16", device=device, layers=None, threads=1, rounds=5)
+    found = measure(wanted)
+    rows.append({"model": MODEL, "holds": found["state"] == "ready", **found})
+    return rows
+
+
 def main() -> int:
     """Check, and print a JSON line as the last; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=("parity", "speed"), help="one part alone")
+    parser.add_argument("--only", choices=("parity", "speed", "compile"), help="one part alone")
     parser.add_argument("--all-families", action="store_true", help="parity of every family that the tests know")
     parser.add_argument("--rehearse", action="store_true", help="go through it on the CPU: checks no GPU")
     arguments = parser.parse_args()
@@ -168,12 +195,15 @@ def main() -> int:
     on = "cpu" if arguments.rehearse else "cuda"
     print("a rehearsal on the CPU: no GPU is checked" if arguments.rehearse else device, flush=True)
     pairs = (("cpu", "cpu"),) if arguments.rehearse else (("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda"))
-    parity, speed = [], None
-    if arguments.only != "speed":
+    parity, speed, compiled = [], None, []
+    if arguments.only in (None, "parity"):
         families = None if arguments.all_families else FAMILIES
         parity = check_parity(pairs, 16 if arguments.rehearse else PARITY_TOKENS, families)
-    if arguments.only != "parity":
+    if arguments.only in (None, "speed"):
         speed = check_speed(on, 60 if arguments.rehearse else SPEED_TOKENS)
+    if arguments.only == "compile":
+        compiled = check_compile(on)
+    same = all(row["holds"] for row in compiled)
     flat = speed is None or speed["ratios"]["retention"]["median"] >= RETENTION_TARGET
     holds = all(row["holds"] for row in parity)
     from benchmarks.results import publish  # noqa: PLC0415
@@ -186,9 +216,11 @@ def main() -> int:
         "speed_is_flat": flat,
         "parity": parity,
         "speed": speed,
+        "compiled_is_same": same,
+        "compiled": compiled,
     }
     publish("gpu-check", result)
-    return 0 if holds and flat else 1
+    return 0 if holds and flat and same else 1
 
 
 if __name__ == "__main__":

@@ -15,8 +15,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from documents import ROOT
 from eager_steps import spoilt_layers, trace_layers
 from in_process_mesh import random_prompt
+from meshnet_cli import node_process
+from meshnet_cli.auto_layers import AutoLayers
+from meshnet_cli.node_shards import ShardChoice, WeightsWanted, load_pool
 from meshnet_core.errors import HopFailedError, UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.compiled_step import CompiledLayer
@@ -28,9 +32,17 @@ from meshnet_node.step_compiler import Compile, StoppedError
 from meshnet_node.step_warm_up import StepState, StepStatus, StepWarmUp
 from meshnet_node.verification import Check, verify
 from shard_routes import Models, Route
-from tiny_models import num_layers
+from tiny_models import FAMILIES, num_layers
 
-CORE = ("llama", "qwen2", "mistral", "gemma3_text", "lfm2", "qwen3_next", "qwen3_moe")
+QUICK = ("llama", "qwen2", "mistral", "gemma3_text", "lfm2", "qwen3_next", "qwen3_moe")
+PLAIN_ALONE = {
+    "deepseek_v3": "computes keys or values from what the cache gives",
+    "gemma4_text": "shapes that grow with the positions before it",
+    "kimi_linear": "computes keys or values from what the cache gives",
+    "llama4_text": "attends to chunks",
+    "minimax": "a cache of a kind of its own",
+}
+"""Families whose steps cannot be compiled -> what is said of them; `docs/compiled-steps.md` has the same."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +86,10 @@ def counted(compile_layers: Compile = trace_layers) -> tuple[Compile, list[int]]
     return compile_and_count, runs
 
 
-@pytest.mark.parametrize("family", CORE)
+@pytest.mark.parametrize(
+    "family",
+    [*QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in FAMILIES if one not in {*QUICK, *PLAIN_ALONE})],
+)
 def test_a_family_answers_the_same(models: Models, family: str) -> None:
     ids = random_prompt(40)
     logits = []
@@ -89,6 +104,13 @@ def test_a_family_answers_the_same(models: Models, family: str) -> None:
         logits.append(torch.cat([route.prefill(ids[:17], states), route.decode(ids[17:], 17, states)]))
         assert len(runs) == compiled * (len(ids) - 17) * num_layers(family)
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", PLAIN_ALONE)
+def test_a_family_that_cannot_is_refused_with_the_reason(models: Models, family: str) -> None:
+    status = warmed(shard_of(models, family))
+    assert (status.state, PLAIN_ALONE[family] in status.detail) == (StepState.REFUSED, True), status.detail
+    assert f"`{family}`" in (ROOT / "docs" / "compiled-steps.md").read_text("utf-8")
 
 
 def test_an_effective_start_inside_the_shard_takes_the_layers_from_there(models: Models) -> None:
@@ -292,3 +314,33 @@ def test_layers_of_a_kind_share_what_is_compiled(models: Models) -> None:
     for family in ("llama", "qwen3_next", "gemma3_text"):
         assert warmed(shard_of(models, family), compile_layers).state is StepState.READY
     assert numbers == [1, 2, 2]
+
+
+def test_a_node_without_a_compiler_says_so_before_it_loads(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    choice = ShardChoice(str(models.folder("llama")), LayerRange(0, 2))
+    wanted = WeightsWanted("float32", "auto", "step")
+    with pytest.raises(UnsupportedModelError, match="--compile step cannot be had here: there is no C\\+\\+ compiler"):
+        load_pool([choice], None, wanted, "cpu", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="--compile step cannot be had here"):
+        AutoLayers(choice.model, None, wanted, "cpu", lambda *_: None)
+
+
+def test_the_nodes_status_tells_how_far_it_is(models: Models) -> None:
+    folder = str(models.folder("llama"))
+    pool = load_pool([ShardChoice(folder, LayerRange(0, 2))], None, WeightsWanted("float32", "auto"), "cpu", report)
+    assert node_process._compile_status(pool) == {}
+    (offer,) = pool
+    assert offer.shard is not None
+    backend = offer.shard.backend
+    assert isinstance(backend, TorchModelShard)
+    backend.warm_up(StepWarmUp(backend, failing(UnsupportedModelError("it cannot"))))
+    assert backend.step_warm_up is not None
+    backend.step_warm_up.wait()
+    told = node_process._compile_status(pool)["compile"]
+    assert [(each["state"], each["detail"]) for each in told.values()] == [("refused", "it cannot")]
+
+
+def report(*_: object) -> None:
+    """Nobody looks on."""

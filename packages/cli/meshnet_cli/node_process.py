@@ -194,16 +194,13 @@ def _placement_status(auto: AutoLayers | None) -> dict[str, Any]:
 
 def _compile_status(shards: ShardPool) -> dict[str, Any]:
     """How far each shard's compiled step is, where that was asked for."""
-    warming = [(offer, getattr(offer.shard.backend, "step_warm_up", None)) for offer in shards if offer.shard]
-    told = {str(offer): warm_up.status for offer, warm_up in warming if warm_up is not None}
-    if not told:
-        return {}
-    return {
-        "compile": {
-            name: {"state": s.state.value, "seconds": round(s.seconds, 1), "detail": s.detail}
-            for name, s in told.items()
-        }
-    }
+    told = {}
+    for offer in shards:
+        warm_up = None if offer.shard is None else getattr(offer.shard.backend, "step_warm_up", None)
+        if warm_up is not None:
+            state, seconds, detail = warm_up.status.state, warm_up.elapsed_s, warm_up.status.detail
+            told[str(offer)] = {"state": state.value, "seconds": round(seconds, 1), "detail": detail}
+    return {"compile": told} if told else {}
 
 
 async def _sweep(store: CacheStore[HopSession]) -> None:

@@ -55,7 +55,7 @@ class TracedLayer(nn.Module):
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See the class."""
         sketch: LayerSketch = self.__dict__["_sketch"]
-        self._given = self.attention = None
+        self._forget()
         names = [name for name, _ in sketch.weights]
         weights, rest = dict(zip(names, given, strict=False)), given[len(names) :]
         taken = len(sketch.call.tensors)
@@ -74,6 +74,9 @@ class TracedLayer(nn.Module):
         if self._given is not None and self.attention is None:
             raise UnsupportedModelError("its attention is none that could be called by itself")
         return (hidden, *states_of(slot, sketch.places))
+
+    def _forget(self) -> None:
+        self._given = self.attention = None
 
     def _update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if self._given is not None:

@@ -107,6 +107,12 @@ class StepWarmUp:
     def status(self) -> StepStatus:
         return self._status
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that it took, or has taken so far."""
+        under_way = self._status.state in (StepState.COMPILING, StepState.COMPARING)
+        return self._now() - self._began if under_way else self._status.seconds
+
     def start(self) -> None:
         """Run it in a thread of its own."""
         self._thread.start()
