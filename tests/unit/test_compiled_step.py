@@ -9,7 +9,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -45,17 +45,7 @@ PLAIN_ALONE = {
 """Families whose steps cannot be compiled -> what is said of them; `docs/compiled-steps.md` has the same."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("tiny"))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def shard_of(models: Models, family: str, *, start: int = 0, dtype: str = "float32") -> TorchModelShard:
