@@ -19,35 +19,24 @@ import heapq
 import itertools
 import json
 import random
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import environment
 from benchmarks.results import publish
-from benchmarks.simulated_mesh import (
-    BETWEEN_FRAMES,
-    HIDDEN,
-    MODEL,
-    Geography,
-    SimulatedNode,
-    facts,
-    new_node,
-)
+from benchmarks.routing_figures import HEARTBEAT_S, Tally, figure, print_table
+from benchmarks.routing_truth import Truth
+from benchmarks.simulated_mesh import MODEL, Geography, SimulatedNode, facts, new_node
 from meshnet_core.clock import ManualClock
 from meshnet_core.demand import Demand
 from meshnet_core.errors import MeshnetError, UnknownNodeError
-from meshnet_core.estimate import Evidence
 from meshnet_core.exploration import RouteDraws, explores
-from meshnet_core.link_info import LinkInfo
-from meshnet_core.membership import NodeInfo, Snapshot
-from meshnet_core.planning import plan_route
+from meshnet_core.membership import NodeInfo
 from meshnet_core.route import Hop, Route
 from meshnet_gateway.blame import BlameMemory
 from meshnet_node.speed_watch import changed
@@ -57,13 +46,12 @@ from meshnet_tracker.replan import replan
 
 LIFE_S = 600.0
 SLOW_EVERY_S, SLOW_FOR_S = 600.0, 30.0
-HEARTBEAT_S, PROBE_S, LINKS_S, REPLACE_S, BACK_S = 5.0, 10.0, 20.0, 15.0, 5.0
+PROBE_S, LINKS_S, REPLACE_S, BACK_S = 10.0, 20.0, 15.0, 5.0
 NOTICED_S = 0.5  # until a gateway finds that a hop died
 PATIENCE_S = 60.0  # that an answer waits for a route
 MOST_ANSWERS_PER_S = 3.0
 PLANNED_NODES_PER_S = 1500.0  # answers that come in a second, times nodes: so that a large mesh is simulated in minutes
 LOOK_AT_ONE_IN = 3  # answers whose route is compared with the optimum
-ALL_LINKS_BELOW = 150  # nodes: for more, the optimum knows true links where there are measured ones
 
 
 @dataclass(eq=False)
@@ -80,24 +68,6 @@ class Answer:
     turn: int = 0  # counts routes: an end that was foreseen for an older one is none
 
 
-@dataclass
-class Tally:
-    """What is counted."""
-
-    answers: int = 0
-    done: int = 0
-    failed: int = 0
-    hit: int = 0  # by a death or a leave
-    joins: int = 0
-    deaths: int = 0
-    leaves: int = 0
-    by_optimum: list[float] = field(default_factory=list)
-    exploring: list[float] = field(default_factory=list)
-    plan_ms: list[float] = field(default_factory=list)
-    heartbeat_ms: list[float] = field(default_factory=list)
-    replan_ms: list[float] = field(default_factory=list)
-
-
 class Simulation:
     """One mesh of so many machines, from its start on."""
 
@@ -110,6 +80,7 @@ class Simulation:
         self.blame = BlameMemory(self.clock)
         self.tally = Tally()
         self.nodes: dict[str, SimulatedNode] = {}
+        self.truth = Truth(self.nodes, self.geography)
         self.running: dict[Answer, None] = {}  # in the order in which they began: a set has none
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -272,8 +243,8 @@ class Simulation:
             self.nodes[hop.node_id].sessions += 1
         answer.route, answer.since = route, self.clock.now()
         answer.turn += 1
-        answer.step_ms = self._true_ms(route, replace(answer.demand, prompt=0))
-        takes_ms = answer.left * self._true_ms(route, replace(answer.demand, answer=max(1, round(answer.left))))
+        answer.step_ms = self.truth.ms(route, replace(answer.demand, prompt=0))
+        takes_ms = answer.left * self.truth.ms(route, replace(answer.demand, answer=max(1, round(answer.left))))
         self.running[answer] = None
         turn = answer.turn
         self._after(takes_ms / 1000, lambda: self._end(answer, turn))
@@ -307,38 +278,10 @@ class Simulation:
         node = self.nodes.get(hop.node_id)
         return node is not None and node.layers is not None and hop.layers.stop == node.layers.stop
 
-    # -- truth --------------------------------------------------------------------------------------------------------
-
-    def _true_ms(self, route: Route, demand: Demand) -> float:
-        """What a token on a route really takes now, with its share of the prompt."""
-        total, before = 0.4, None
-        for hop in route.hops:
-            node = self.nodes[hop.node_id]
-            ms = node.true_ms * (1 + demand.prompt / demand.answer / 16) * len(hop.layers)
-            total += ms + BETWEEN_FRAMES * node.sessions * node.true_ms * len(node.layers or hop.layers)
-            if before is not None:
-                position_ms = HIDDEN * 2 / 2**20 * 8.0 * (1 + demand.prompt / demand.answer)
-                total += self.geography.rtt_ms(before, node) * (1 + demand.prompt / 256 / demand.answer) + position_ms
-            before = node
-        return total
-
     def _compare(self, route: Route, demand: Demand) -> None:
-        known = {node.node_id: self._truth(node) for node in self.nodes.values() if node.layers is not None}
-        best = plan_route(Snapshot(tuple(known[node_id] for node_id in sorted(known))), MODEL, demand=demand)
-        taken_ms, best_ms = (self._true_ms(one, demand) for one in (route, best))
+        taken_ms, best_ms = self.truth.ms(route, demand), self.truth.best_ms(demand)
         told = self.tally.exploring if explores(self.drawn[0]) else self.tally.by_optimum
         told.append(taken_ms / min(taken_ms, best_ms))
-
-    def _truth(self, node: SimulatedNode) -> NodeInfo:
-        """The node, as it would announce itself if it knew all."""
-        info = node.info()
-        held = tuple(replace(one, decode_ms=node.true_ms, prefill_ms=node.true_ms / 16) for one in info.shards)
-        if len(self.nodes) < ALL_LINKS_BELOW:
-            others = [one for one in self.nodes.values() if one is not node]
-        else:
-            others = [self.nodes[one.node_id] for one in info.links if one.node_id in self.nodes]
-        links = tuple(LinkInfo(one.node_id, self.geography.rtt_ms(node, one), Evidence()) for one in others)
-        return replace(info, shards=held, links=links, sessions=node.sessions)
 
 
 class _Watched(RouteDraws):
@@ -355,81 +298,6 @@ class _Watched(RouteDraws):
 
 def _uses(route: Route, node_id: str) -> bool:
     return any(hop.node_id == node_id for hop in route.hops)
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One row; times in milliseconds of real time."""
-
-    nodes: int
-    answers: int
-    success: float
-    hit: int
-    joins: int
-    leaves: int
-    deaths: int
-    by_optimum_median: float
-    by_optimum_p95: float
-    exploring_share: float
-    exploring_median: float
-    plan_ms_median: float
-    plan_ms_p95: float
-    heartbeat_ms: float
-    replan_ms: float
-    core_for_heartbeats: float  # of one core, all the time
-    routes_per_s_left: float  # that the rest of the core could plan
-
-
-def figure(nodes: int, tally: Tally) -> Figure:
-    ended = tally.done + tally.failed
-    heartbeat_ms, plan_ms = statistics.median(tally.heartbeat_ms), statistics.median(tally.plan_ms)
-    core = nodes / HEARTBEAT_S * heartbeat_ms / 1000
-    looked_at = len(tally.by_optimum) + len(tally.exploring)
-    told = Figure(
-        nodes=nodes,
-        answers=ended,
-        success=tally.done / max(1, ended),
-        hit=tally.hit,
-        joins=tally.joins,
-        leaves=tally.leaves,
-        deaths=tally.deaths,
-        by_optimum_median=statistics.median(tally.by_optimum),
-        by_optimum_p95=_p95(tally.by_optimum),
-        exploring_share=len(tally.exploring) / max(1, looked_at),
-        exploring_median=statistics.median(tally.exploring or [0.0]),
-        plan_ms_median=plan_ms,
-        plan_ms_p95=_p95(tally.plan_ms),
-        heartbeat_ms=heartbeat_ms,
-        replan_ms=statistics.median(tally.replan_ms),
-        core_for_heartbeats=core,
-        routes_per_s_left=max(0.0, 1 - core) * 1000 / plan_ms,
-    )
-    return replace(told, **{key: round(value, 4) for key, value in asdict(told).items() if isinstance(value, float)})
-
-
-def _p95(values: list[float]) -> float:
-    return sorted(values)[int(0.95 * len(values))]
-
-
-def print_table(figures: list[Figure]) -> None:
-    columns = {
-        "nodes": lambda f: str(f.nodes),
-        "answers": lambda f: str(f.answers),
-        "success": lambda f: f"{f.success:.2%}",
-        "hit by a death or leave": lambda f: str(f.hit),
-        "joins/leaves/deaths": lambda f: f"{f.joins}/{f.leaves}/{f.deaths}",
-        "by the optimum (p95)": lambda f: f"{f.by_optimum_median:.3f} ({f.by_optimum_p95:.2f})",
-        "exploring": lambda f: f"{f.exploring_share:.1%}, {f.exploring_median:.2f}",
-        "plan ms (p95)": lambda f: f"{f.plan_ms_median:.1f} ({f.plan_ms_p95:.1f})",
-        "heartbeat ms": lambda f: f"{f.heartbeat_ms:.3f}",
-        "replan ms": lambda f: f"{f.replan_ms:.0f}",
-        "core for heartbeats": lambda f: f"{f.core_for_heartbeats:.0%}",
-        "routes/s beside": lambda f: f"{f.routes_per_s_left:.0f}",
-    }
-    table = Table(*columns)
-    for one in figures:
-        table.add_row(*(shown(one) for shown in columns.values()))
-    Console(stderr=True, width=190).print(table)
 
 
 def main() -> None:

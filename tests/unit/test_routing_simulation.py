@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.routing_simulation import Simulation, figure
+from benchmarks.routing_figures import figure
+from benchmarks.routing_simulation import Simulation
 
 
 @pytest.mark.parametrize("seed", [1, 2])
