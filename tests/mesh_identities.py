@@ -1,10 +1,11 @@
-"""Meshes and machines in them, made on the spot: for tests of who is let in."""
+"""Meshes and machines in them, made on the spot: for tests of who is let in; and clients that are not to be."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -53,3 +54,17 @@ async def secured(
     finally:
         await runner.cleanup()
         await asyncio.sleep(0)
+
+
+def without_certificate(mesh: MeshFolder) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(mesh.authority_path)
+    return context
+
+
+def believing_all(credentials: Credentials) -> ssl.SSLContext:
+    """Shows what ``credentials`` show, and accepts whatever answers."""
+    context = credentials.client_context()
+    context.verify_mode = ssl.CERT_NONE
+    return context

@@ -1,5 +1,5 @@
 """The lean stream over real sockets: how it begins, many frames at once, what is refused, and what is left of it when a
-connection breaks. What both forms have in common is in `test_hop_server` and `test_trust`."""
+connection breaks. What both forms have in common is in `test_hop_server` and `trust`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets through a node's and a tracker's door in a mesh: its machines, and nothing else. Over real sockets.
+"""Who gets through a node's door in a mesh: its machines, and nothing else. Over real sockets, in both forms of frames.
 
 Without a certificate, with another mesh's, with an ended one, with bytes altered or sent a second time: refused before
 a frame is seen, told in the log with the address, counted by reason.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,21 +17,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from announcements import node as announcement
 from golden_frames import DECODE, PREFILL, SESSION
-from mesh_identities import machine_of, new_mesh, secured
-from meshnet_core.clock import ManualClock, SystemClock
+from mesh_identities import believing_all, machine_of, new_mesh, secured, without_certificate
+from meshnet_core.clock import SystemClock
 from meshnet_core.credentials import Credentials
 from meshnet_core.doorkeeper import REASONS, Doorkeeper
 from meshnet_core.errors import (
     CacheFullError,
-    ForbiddenError,
     HopUnreachableError,
-    InvalidInputError,
-    RateLimitedError,
-    TrackerUnreachableError,
-    UnauthorizedError,
-    UnknownNodeError,
 )
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.layer_range import LayerRange
@@ -42,12 +34,9 @@ from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
 from meshnet_core.stream_transport import WireTransport, transport_for
-from meshnet_core.tracker_client import TrackerClient
 from meshnet_core.wire_form import WireForm
 from meshnet_node import torch_server
 from meshnet_node.peer_sessions import PeerSessions
-from meshnet_tracker.directory import Directory
-from meshnet_tracker.server import create_app
 from tcp_relay import tcp_relay
 
 BOOT = "b-0123456789abcdef"
@@ -90,22 +79,6 @@ class Node:
         return {reason: count for reason, count in self.doorkeeper.turned_away.items() if count}
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> MeshFolder:
-    return new_mesh(tmp_path_factory.mktemp("mesh"))
-
-
-@pytest.fixture(scope="module")
-def machine(mesh: MeshFolder, tmp_path_factory: pytest.TempPathFactory) -> Credentials:
-    return machine_of(mesh, tmp_path_factory.mktemp("machine")).credentials()
-
-
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
-    """Of another mesh with the same name."""
-    return new_mesh(tmp_path_factory.mktemp("stranger")).credentials()
-
-
 @pytest.fixture
 async def node(mesh: MeshFolder) -> AsyncIterator[Node]:
     endpoint, doorkeeper = Endpoint(), torch_server.new_doorkeeper()
@@ -141,20 +114,6 @@ async def counted(node: Node, reason: str, count: int = 1) -> None:
             await asyncio.sleep(0.01)
 
 
-def without_certificate(mesh: MeshFolder) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.load_verify_locations(mesh.authority_path)
-    return context
-
-
-def believing_all(credentials: Credentials) -> ssl.SSLContext:
-    """Shows what ``credentials`` show, and accepts whatever answers."""
-    context = credentials.client_context()
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
 OPEN = OpenDocument(
     session=SESSION,
     epoch=0,
@@ -172,12 +131,9 @@ OPEN = OpenDocument(
 
 
 def test_every_reason_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "security.md").read_text("utf-8")
     for reason, words in REASONS.items():
         assert f"| `{reason}` | {words} |" in text
-
-
-# -- nodes -------------------------------------------------------------------------------------------------------------
 
 
 async def test_machines_of_one_mesh_reach_each_other(calling: Calling, node: Node, machine: Credentials) -> None:
@@ -379,122 +335,3 @@ async def test_a_renewed_certificate_is_used_from_the_next_connection_on(mesh: M
         credentials.reload()
         _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
         writer.close()
-
-
-# -- the tracker -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Tracker:
-    doorkeeper: Doorkeeper
-    url: str
-
-
-@pytest.fixture
-async def tracker(mesh: MeshFolder) -> AsyncIterator[Tracker]:
-    doorkeeper = Doorkeeper(SystemClock(), per_s=1000, burst=1000)
-    app = create_app(Directory(SystemClock()), doorkeeper)
-    async with secured(app, mesh.credentials(), doorkeeper, optional_client=True) as port:
-        yield Tracker(doorkeeper, f"https://127.0.0.1:{port}")
-
-
-@contextlib.asynccontextmanager
-async def client_of(tracker: Tracker, tls: ssl.SSLContext) -> AsyncIterator[TrackerClient]:
-    client = TrackerClient(tracker.url, tls=tls)
-    try:
-        yield client
-    finally:
-        await client.close()
-
-
-async def test_a_tracker_answers_machines_of_its_mesh_alone(
-    tracker: Tracker, mesh: MeshFolder, machine: Credentials, stranger: Credentials, tmp_path: Path
-) -> None:
-    info = announcement("a", "0-29", url="https://10.0.0.7:7410")
-    async with client_of(tracker, machine.client_context()) as client:
-        await client.heartbeat(info)
-        assert [node.node_id for node in (await client.snapshot()).nodes] == ["a"]
-    async with client_of(tracker, without_certificate(mesh)) as client:
-        for call in (client.snapshot(), client.heartbeat(info), client.leave("a"), client.route("m")):
-            with pytest.raises(UnauthorizedError, match="meshnet join TICKET"):
-                await call
-    ended = machine_of(mesh, tmp_path, ended=timedelta(hours=2)).credentials()
-    for tls in (believing_all(stranger), ended.client_context()):
-        async with client_of(tracker, tls) as client:
-            with pytest.raises(TrackerUnreachableError):
-                await client.snapshot()
-    async with client_of(tracker, machine.client_context()) as client:
-        assert [node.node_id for node in (await client.snapshot()).nodes] == ["a"]
-    counts = tracker.doorkeeper.turned_away
-    assert counts["no_certificate"] == 4
-    assert counts["other_mesh"] >= 1
-    assert counts["expired"] >= 1
-
-
-async def test_a_node_belongs_to_the_machine_that_registered_it(
-    tracker: Tracker, mesh: MeshFolder, machine: Credentials, tmp_path: Path
-) -> None:
-    info = announcement("a", "0-29", url="https://10.0.0.7:7410")
-    taken_over = announcement("a", "0-29", url="https://10.0.0.66:7410", boot="b-other")
-    other = machine_of(mesh, tmp_path).credentials()
-    async with (
-        client_of(tracker, machine.client_context()) as client,
-        client_of(tracker, other.client_context()) as rival,
-    ):
-        await client.heartbeat(info)
-        with pytest.raises(ForbiddenError, match="another machine"):
-            await rival.heartbeat(taken_over)
-        with pytest.raises(ForbiddenError):
-            await rival.leave("a")
-        assert [node.url for node in (await client.snapshot()).nodes] == [info.url]
-        await client.leave("a")
-        await rival.heartbeat(taken_over)
-        with pytest.raises(UnknownNodeError):
-            await client.leave("never-there")
-    assert tracker.doorkeeper.turned_away["not_its_own"] == 2
-
-
-async def test_a_node_at_a_plain_address_is_not_registered(tracker: Tracker, machine: Credentials) -> None:
-    async with client_of(tracker, machine.client_context()) as client:
-        with pytest.raises(InvalidInputError, match="https:// addresses"):
-            await client.heartbeat(announcement("a", "0-29", url="http://10.0.0.7:7410"))
-
-
-async def test_one_machine_may_not_ask_too_much_of_a_tracker(mesh: MeshFolder, machine: Credentials) -> None:
-    clock = ManualClock()
-    doorkeeper = Doorkeeper(clock, per_s=0.1, burst=2)
-    app = create_app(Directory(SystemClock()), doorkeeper)
-    async with secured(app, mesh.credentials(), doorkeeper, optional_client=True) as port:
-        tracker = Tracker(doorkeeper, f"https://127.0.0.1:{port}")
-        async with (
-            client_of(tracker, machine.client_context()) as client,
-            client_of(tracker, mesh.credentials().client_context()) as other,
-        ):
-            await client.snapshot()
-            await client.snapshot()
-            with pytest.raises(RateLimitedError) as caught:
-                await client.snapshot()
-            assert caught.value.retry_after_s == pytest.approx(10)
-            await other.snapshot()
-            clock.advance(10)
-            await client.snapshot()
-        connector = aiohttp.TCPConnector(ssl=machine.client_context())
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            session.get(f"{tracker.url}/healthz") as response,
-        ):
-            assert (response.status, response.headers["Retry-After"]) == (429, "10")
-    assert doorkeeper.turned_away["rate"] == 2
-
-
-@pytest.mark.parametrize("url", ["http://10.0.0.5:7400", "https://10.0.0.5:7400"])
-def test_an_address_that_does_not_fit_the_identity_is_told(url: str, machine: Credentials) -> None:
-    tls = machine.client_context() if url.startswith("http:") else None
-    with pytest.raises(InvalidInputError, match=r"--insecure|meshnet join TICKET"):
-        TrackerClient(url, tls=tls)
-
-
-@pytest.fixture(autouse=True)
-def _log_all(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    with caplog.at_level(logging.WARNING, "meshnet_core"):
-        yield
