@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,26 +10,18 @@ from in_process_mesh import (
     MODEL,
     TinyMesh,
     add_node,
-    random_prompt,
     reference_greedy,
     reference_model,
     tiny_mesh,
 )
 from meshnet_core.clock import ManualClock
-from meshnet_core.coverage import ModelSummary
-from meshnet_core.demand import Demand
 from meshnet_core.errors import (
     BadFrameError,
     CacheMissError,
-    DeadlineError,
-    HopUnreachableError,
     LayersUnavailableError,
     MissReason,
 )
-from meshnet_core.frames import Frame, FrameReply, Phase
-from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
-from meshnet_core.planning import plan_route
-from meshnet_core.route import Route
+from meshnet_core.frames import Frame, Phase
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_core.transport import InProcessTransport
 from meshnet_gateway import recovery
@@ -47,38 +35,16 @@ from meshnet_gateway.recovery import (
 )
 from meshnet_node.cache_store import SessionKey, StoreLimits
 from meshnet_node.hop_service import HopService
-from meshnet_node.model_backend import ShardResult, ShardWork
+from recovery_runs import COUNT, PROMPT, late_once, run
 from tiny_models import save_tiny
 
-PROMPT, COUNT = random_prompt(17), 16
 MISS = CacheMissError("m", reason=MissReason.EVICTED)
 LACKING = LayersUnavailableError("layers 2-3 lack")
-
-
-# -- carried out ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> list[int]:
     return reference_greedy(reference_model(llama), PROMPT, COUNT)
-
-
-async def run(
-    engine: GenerationEngine, *, count: int = COUNT, replay: Replay | None = None, during: object = None
-) -> tuple[list[int], dict[str, object]]:
-    """One greedy answer of an engine; ``during(session, number of tokens)`` is called after each token."""
-    request = GenerationRequest(MODEL, tuple(PROMPT), count, SamplingParams(), recovery=replay)
-    generation = engine.start(request)
-    ids: list[int] = []
-    try:
-        async for event in generation:
-            if isinstance(event, SampledToken):
-                ids.append(event.id)
-                if callable(during):
-                    during(generation.session, len(ids))
-    finally:
-        await generation.aclose()
-    return ids, generation.report()
 
 
 def evict_at(mesh: TinyMesh, *moments: int) -> object:
@@ -162,138 +128,6 @@ async def test_a_node_that_comes_back_with_other_layers_is_routed_around(llama: 
         await old[0].close()
 
 
-@asynccontextmanager
-async def late_once(mesh: TinyMesh, url: str, queued: int, at: int) -> AsyncIterator[list[str | None]]:
-    """The hop at ``url`` is past the deadline once, and says when probed that ``queued`` frames wait there."""
-    probed: list[str | None] = []
-    service = mesh.services[url]
-
-    async def probe(session: str | None) -> ProbeReply:
-        probed.append(session)
-        return ProbeReply(service.boot, None, queued)
-
-    def late(to: str, frame: Frame) -> None:
-        if to == url and frame.phase is Phase.DECODE and frame.position == at and not probed:
-            raise DeadlineError("late on purpose", hop_index=frame.hop_index)
-
-    service.probe = probe  # type: ignore[method-assign]
-    mesh.transport.on_forward = late
-    yield probed
-
-
-async def test_a_busy_hop_is_asked_again_and_not_blamed(llama: Path, expected: list[int]) -> None:
-    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
-        engine = mesh.engine()
-        route = await mesh.route(await mesh.model(MODEL), frozenset())
-        async with late_once(mesh, route.hops[1].url, queued=3, at=21) as probed:
-            ids, report = await run(engine)
-        assert ids == expected
-        assert report["epochs"] == 1
-        assert len(probed) == 1
-        assert engine.blame.excluded() == frozenset()
-
-
-async def test_a_hop_that_is_gone_is_blamed_for_a_while(llama: Path, expected: list[int]) -> None:
-    clock = ManualClock()
-    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"], clock=clock) as mesh:
-        engine = mesh.engine()
-        route = await mesh.route(await mesh.model(MODEL), frozenset())
-        blamed, other = route.hops[1].node_id, {"node-1", "node-2"} - {route.hops[1].node_id}
-        gone = []
-
-        def kill(_session: str, made: int) -> None:
-            if made == 5:
-                gone.append(mesh.kill(route.hops[1].url))
-
-        ids, report = await run(engine, during=kill)
-        assert ids == expected
-        assert report["epochs"] == 2
-        assert engine.blame.excluded() == {blamed}
-        assert {event["node"] for event in report["recoveries"]} == {blamed}  # type: ignore[attr-defined]
-        mesh.transport.endpoints[route.hops[1].url] = gone[0]  # it is back
-        _, later = await run(engine)
-        assert {hop["node"] for hop in later["route"]} == {"node-0", *other}  # type: ignore[attr-defined]
-        mesh.down.add(f"http://{other.pop()}")
-        _, alone = await run(engine)
-        assert blamed in {hop["node"] for hop in alone["route"]}  # type: ignore[attr-defined]
-        assert engine.blame.excluded() == frozenset()  # it served an answer to its end
-
-
-async def test_a_hop_that_is_late_and_idle_is_left_out_of_this_answer_alone(llama: Path, expected: list[int]) -> None:
-    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
-        engine = mesh.engine()
-        route = await mesh.route(await mesh.model(MODEL), frozenset())
-        async with late_once(mesh, route.hops[1].url, queued=0, at=21):
-            ids, report = await run(engine)
-        assert ids == expected
-        assert report["epochs"] == 2
-        assert {hop["node"] for hop in report["route"]} == {"node-0", "node-1", "node-2"} - {route.hops[1].node_id}  # type: ignore[attr-defined]
-        assert engine.blame.excluded() == frozenset()
-
-
-@pytest.mark.parametrize("others", [1, 2])
-async def test_a_hop_that_its_neighbour_cannot_reach_is_not_blamed_though_it_answers_us(
-    llama: Path, expected: list[int], others: int
-) -> None:
-    """Both halves have a spare; what the first node sends to the second never comes, or to either of them."""
-    async with tiny_mesh(llama, ["0-1", "2-3", "0-1", "2-3"]) as mesh:
-        engine = mesh.engine()
-
-        async def rather_the_same_head(
-            model: ModelSummary, excluded: frozenset[str], demand: Demand | None = None
-        ) -> Route:
-            others = frozenset({"node-2"}) if "node-0" not in excluded else frozenset()
-            return plan_route(mesh.snapshot(), model.name, excluded | others, demand=demand)
-
-        mesh.route = rather_the_same_head  # type: ignore[method-assign]
-        route = await mesh.route(await mesh.model(MODEL), frozenset())
-        cut, tails = route.hops[0], {"node-1", "node-3"}
-        broken = {route.hops[1].node_id} if others == 1 else tails
-        last: list[str] = []
-
-        def lose(url: str, frame: Frame) -> None:
-            if frame.hop_index == 0:
-                last[:] = [url]
-            elif last == [cut.url] and url.removeprefix("http://") in broken and frame.position > 20:
-                raise HopUnreachableError("no way there", hop_index=frame.hop_index)
-
-        mesh.transport.on_forward = lose
-        ids, report = await run(engine)
-        assert ids == expected
-        nodes = [hop["node"] for hop in report["route"]]  # type: ignore[attr-defined]
-        assert report["epochs"] == 1 + others
-        if others == 1:
-            assert nodes == [cut.node_id, *(tails - broken)]
-            assert engine.blame.excluded() == frozenset()
-        else:
-            assert nodes[0] != cut.node_id
-            assert engine.blame.excluded() == {cut.node_id}
-        assert mesh.held_sessions == 0
-
-
-async def test_an_open_whose_connection_broke_once_is_no_reason_to_blame(
-    llama: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
-        open_, broken = mesh.transport.open, set[int]()
-
-        async def once_broken(url: str, document: OpenDocument) -> OpenReply:
-            if document.hop_index not in broken:
-                broken.add(document.hop_index)
-                if document.hop_index:  # once before it was carried out, once after
-                    await open_(url, document)
-                raise HopUnreachableError("broken on purpose", hop_index=document.hop_index)
-            return await open_(url, document)
-
-        monkeypatch.setattr(mesh.transport, "open", once_broken)
-        engine = mesh.engine()
-        ids, report = await run(engine)
-        assert broken == {0, 1}
-        assert ids == expected
-        assert (report["epochs"], report["recoveries"]) == (1, [])
-        assert engine.blame.excluded() == frozenset()
-
-
 async def test_a_hop_left_by_a_route_change_is_freed_at_once(llama: Path, expected: list[int]) -> None:
     async with tiny_mesh(llama, ["0-1", "2-3", "2-3"]) as mesh:
         route = await mesh.route(await mesh.model(MODEL), frozenset())
@@ -323,40 +157,6 @@ async def test_a_node_that_a_route_change_moves_to_another_place_keeps_nothing_o
         assert ids == expected
         assert [hop["node"] for hop in report["route"]] == ["node-2", "node-3", "node-1"]  # type: ignore[attr-defined]
         assert held == [[1]] * 6 + [[2]] * (COUNT - 6)
-
-
-async def test_a_frame_that_waits_past_its_deadline_is_joined_by_its_retry(llama: Path, expected: list[int]) -> None:
-    async with tiny_mesh(llama, ["0-3"]) as mesh:
-        (service,) = mesh.services.values()
-        backend = mesh.backends[0]
-        forward, gate = backend.forward, threading.Event()
-        slow: list[int] = []
-
-        def sometimes_slow(works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
-            if works[0].position == 20:
-                slow.append(20)
-                gate.wait(30)
-            return forward(works)
-
-        come = mesh.transport.forward
-
-        async def impatient_once(url: str, frame: Frame) -> FrameReply:
-            late = frame.position == 20 and not gate.is_set()
-            return await come(url, replace(frame, deadline_ms=300) if late else frame)
-
-        async def probe(session: str | None) -> ProbeReply:
-            gate.set()
-            return ProbeReply(service.boot, None, 1)
-
-        service.probe = probe  # type: ignore[method-assign]
-        backend.forward = sometimes_slow  # type: ignore[method-assign]
-        mesh.transport.forward = impatient_once  # type: ignore[method-assign]
-        ids, report = await run(mesh.engine())
-        assert ids == expected
-        assert slow == [20]
-        assert report["epochs"] == 1
-        assert [event["action"] for event in report["recoveries"]] == ["Retry"]  # type: ignore[attr-defined]
-        assert mesh.held_sessions == 0
 
 
 # -- layers that lack, and a cache that comes back --------------------------------------------------------------------
