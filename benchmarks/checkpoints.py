@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,17 @@ def one_file_folder(parts: Path) -> Path:
         shutil.copy(parts / "config.json", folder)
 
     return _made_once(f"whole-{parts.parent.name}-{parts.name}", join)
+
+
+def text_folder(name: str, texts: Mapping[str, bytes]) -> Path:
+    """A model's tokenizer, templates and config as files, for whoever reads them from a folder."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        for file, content in texts.items():
+            (folder / file).write_bytes(content)
+
+    return _made_once(f"texts-{name}", write)
 
 
 def gguf_file(folder: Path) -> Path:

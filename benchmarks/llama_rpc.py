@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
 
 from benchmarks.figures import TokenTimes
 from benchmarks.memory import peak_rss
+from benchmarks.peer_process import free_port, listens, peer_process, until
 from benchmarks.systems import Run
 
-START_TIMEOUT_S = 120.0
-GRACE_S = 10.0
 SERVERS = 2
 CONTEXT = 4096
 ALL_LAYERS = "99"
@@ -107,78 +103,28 @@ async def llama_rpc_system(
         pids: dict[str, int] = {}
         addresses = []
         for index in range(SERVERS):
-            port = _free_port()
+            port = free_port()
             command = [programs.rpc_server, "-H", "127.0.0.1", "-p", str(port), "-t", str(threads)]
-            process = await running.enter_async_context(_process(command))
-            await _listening(process, port)
+            process = await running.enter_async_context(peer_process(command))
+            await until([process], partial(listens, port))
             pids[f"rpc-server-{index + 1}"] = process.pid
             addresses.append(f"127.0.0.1:{port}")
-        port = _free_port()
+        port = free_port()
         command = [programs.server, "-m", gguf, "--rpc", ",".join(addresses), "-ngl", ALL_LAYERS, "-c", str(CONTEXT)]
         command += ["-t", str(threads), "-np", "1", "--host", "127.0.0.1", "--port", str(port), "--no-webui"]
-        process = await running.enter_async_context(_process(command))
+        process = await running.enter_async_context(peer_process(command))
         pids["llama-server"] = process.pid
         # The server closes a connection that the other systems' turns leave idle, just when it is used again.
         connector = aiohttp.TCPConnector(force_close=True)
         session = await running.enter_async_context(aiohttp.ClientSession(connector=connector))
         url = f"http://127.0.0.1:{port}"
-        await _healthy(process, session, url)
+        await until([process], partial(_healthy, session, url))
         yield LlamaRpcSystem(name, url, pids, session)
 
 
-@asynccontextmanager
-async def _process(command: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
-    """One that says what it says on standard error, where it is told if it fails."""
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=sys.stderr, stderr=sys.stderr)
+async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:
     try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        try:
-            async with asyncio.timeout(GRACE_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
-
-async def _listening(process: asyncio.subprocess.Process, port: int) -> None:
-    async def try_once() -> bool:
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            return False
-        writer.close()
-        return True
-
-    await _wait(process, try_once)
-
-
-async def _healthy(process: asyncio.subprocess.Process, session: aiohttp.ClientSession, url: str) -> None:
-    async def try_once() -> bool:
-        try:
-            async with session.get(f"{url}/health") as response:
-                return response.status == 200
-        except aiohttp.ClientError:
-            return False
-
-    await _wait(process, try_once)
-
-
-async def _wait(process: asyncio.subprocess.Process, try_once: Any) -> None:
-    try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not await try_once():
-                if process.returncode is not None:
-                    raise RuntimeError(f"it ended with exit code {process.returncode} before it was ready")
-                await asyncio.sleep(0.1)
-    except TimeoutError as error:
-        raise RuntimeError(f"it was not ready after {START_TIMEOUT_S:.0f} s") from error
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False

@@ -53,6 +53,8 @@ class PreparedModel:
         folder: a Hugging Face folder of the whole model, in ``dtype`` where it was converted.
         prompt: token ids.
         gguf: the GGUF file that it comes from; None where it is none.
+        tensors: name and bytes of each tensor of that file.
+        texts: a folder of the tokenizer's and config's files; None where there is no tokenizer.
     """
 
     model: str
@@ -60,6 +62,8 @@ class PreparedModel:
     folder: str
     prompt: tuple[int, ...]
     gguf: str | None = None
+    tensors: tuple[tuple[str, int], ...] = ()
+    texts: str | None = None
 
 
 QWEN2_SHAPE: dict[str, Any] = {
@@ -100,6 +104,16 @@ QWEN3_5_MOE_SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+}
+
 MODELS: dict[str, BenchModel] = {
     model.key: model
     for model in (
@@ -134,7 +148,17 @@ def prepare(model: BenchModel, dtype: str) -> PreparedModel:
     if done.returncode != 0:
         raise RuntimeError(f"{model.key} could not be prepared (exit code {done.returncode})")
     found = json.loads(done.stdout.splitlines()[-1])
-    return PreparedModel(found["model"], found["name"], found["folder"], tuple(found["prompt"]), found["gguf"])
+    tensors = tuple((name, nbytes) for name, nbytes in found.pop("tensors"))
+    return PreparedModel(**{**found, "prompt": tuple(found["prompt"]), "tensors": tensors})
+
+
+def prepare_tiny() -> str:
+    """A folder of a tiny random model, for a node that should hold as good as nothing; made in a process of its own."""
+    program = (
+        "from benchmarks import checkpoints, models; print(checkpoints.random_folder('tiny', 'llama', models.TINY))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, text=True)
+    return done.stdout.splitlines()[-1]
 
 
 def _prepare_here(model: BenchModel, dtype: str) -> PreparedModel:
@@ -148,15 +172,27 @@ def _prepare_here(model: BenchModel, dtype: str) -> PreparedModel:
         return PreparedModel(str(folder), folder.name, str(folder), random_prompt(model.shape["vocab_size"]))
     from tokenizers import Tokenizer  # noqa: PLC0415
 
-    from benchmarks.checkpoints import one_file_folder  # noqa: PLC0415
+    from benchmarks.checkpoints import one_file_folder, text_folder  # noqa: PLC0415
     from meshnet_node.gguf_conversion import GgufConversion  # noqa: PLC0415
+    from meshnet_node.gguf_header import read_gguf_header  # noqa: PLC0415
 
     files = open_model(model.key)
     whole = one_file_folder(files.prepare(LayerRange(0, files.num_layers), dtype=dtype))
-    tokenizer = Tokenizer.from_str(files.text_files()["tokenizer.json"].decode())
+    texts = files.text_files()
+    tokenizer = Tokenizer.from_str(texts["tokenizer.json"].decode())
     prompt = tokenizer.encode(CHATML.format(QUESTION), add_special_tokens=False).ids
-    gguf = str(files.source.path) if isinstance(files.source, GgufConversion) else None
-    return PreparedModel(model.key, files.name, str(whole), tuple(prompt), gguf)
+    if not isinstance(files.source, GgufConversion):
+        raise TypeError(f"{model.key} is no GGUF file but {files.source!r}")
+    header = read_gguf_header(files.source.path)
+    return PreparedModel(
+        model.key,
+        files.name,
+        str(whole),
+        tuple(prompt),
+        gguf=str(files.source.path),
+        tensors=tuple((tensor.name, tensor.nbytes) for tensor in header.tensors.values()),
+        texts=str(text_folder(files.name, texts)),
+    )
 
 
 def main() -> None:

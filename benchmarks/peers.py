@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.language_pipes import language_pipes_system
 from benchmarks.llama_rpc import LlamaPrograms, llama_rpc_system
 from benchmarks.models import PreparedModel
 from benchmarks.openai_peer import openai_system
@@ -27,11 +28,13 @@ class PeerOptions:
 
     Attributes:
         llama_bin: folder with ``llama-server`` and ``ggml-rpc-server``; None looks on the path.
+        pipes_python: the Python of an environment that has language-pipes; its two nodes are started then.
         pipes_url: base address of a running language-pipes' OpenAI API, such as ``http://127.0.0.1:8000/v1``.
         pipes_model: what it calls the model.
     """
 
     llama_bin: Path | None = None
+    pipes_python: Path | None = None
     pipes_url: str | None = None
     pipes_model: str = ""
 
@@ -61,7 +64,7 @@ def found_peers(
         threads: of each of their processes.
         which: finds a program on the path.
     """
-    return [_llama(options, prepared, threads, which), _pipes(options, prepared)]
+    return [_llama(options, prepared, threads, which), _pipes(options, prepared, threads)]
 
 
 def _llama(
@@ -78,10 +81,16 @@ def _llama(
     return Peer(LLAMA_RPC, lambda: llama_rpc_system(LLAMA_RPC, LlamaPrograms(server, rpc), gguf, threads))
 
 
-def _pipes(options: PeerOptions, prepared: PreparedModel) -> Peer | Absent:
-    url = options.pipes_url
+def _pipes(options: PeerOptions, prepared: PreparedModel, threads: int) -> Peer | Absent:
+    url, python = options.pipes_url, options.pipes_python
+    if python is not None:
+        if prepared.texts is None:
+            return Absent(LANGUAGE_PIPES, "it reads text, and this model has no tokenizer")
+        if not python.is_file():
+            return Absent(LANGUAGE_PIPES, f"there is no {python}")
+        return Peer(LANGUAGE_PIPES, lambda: language_pipes_system(LANGUAGE_PIPES, python, prepared, threads))
     if url is None:
-        return Absent(LANGUAGE_PIPES, "it is set up by hand; start its nodes and give --language-pipes URL")
+        return Absent(LANGUAGE_PIPES, "give --language-pipes-python PATH, or --language-pipes URL of one that runs")
     model = options.pipes_model or prepared.name
     return Peer(LANGUAGE_PIPES, lambda: openai_system(LANGUAGE_PIPES, url, model))
 
@@ -96,10 +105,12 @@ def _program(names: tuple[str, ...], folder: Path | None, which: Callable[[str],
 
 
 def options_of(given: Mapping[str, str | None]) -> PeerOptions:
-    """Of the command line's ``llama_bin``, ``language_pipes`` and ``language_pipes_model``."""
-    folder = given.get("llama_bin")
+    """Of the command line's ``llama_bin``, ``language_pipes_python``, ``language_pipes`` and
+    ``language_pipes_model``."""
+    folder, python = given.get("llama_bin"), given.get("language_pipes_python")
     return PeerOptions(
         None if folder is None else Path(folder),
+        None if python is None else Path(python),
         given.get("language_pipes"),
         given.get("language_pipes_model") or "",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def reasons(options: PeerOptions, prepared: PreparedModel, on_path: set[str]) ->
 
 
 def test_each_peer_is_found_or_has_its_reason(tmp_path: Path) -> None:
-    pipes = "it is set up by hand; start its nodes and give --language-pipes URL"
+    pipes = "give --language-pipes-python PATH, or --language-pipes URL of one that runs"
     assert reasons(PeerOptions(), GGUF, {"llama-server", "rpc-server"}) == ["found", pipes]
     assert reasons(PeerOptions(), GGUF, {"llama-server"}) == [
         "no ggml-rpc-server in the path; give --llama-bin DIR",
@@ -44,13 +45,21 @@ def test_each_peer_is_found_or_has_its_reason(tmp_path: Path) -> None:
         pipes,
     ]
     assert reasons(PeerOptions(pipes_url="http://a/v1"), GGUF, set())[1] == "found"
+    python = tmp_path / "python"
+    texts = replace(GGUF, texts="folder")
+    assert reasons(PeerOptions(pipes_python=python), GGUF, set())[1] == "it reads text, and this model has no tokenizer"
+    assert reasons(PeerOptions(pipes_python=python), texts, set())[1] == f"there is no {python}"
+    python.touch()
+    assert reasons(PeerOptions(pipes_python=python), texts, set())[1] == "found"
 
 
 def test_options_without_values_are_the_path_and_no_address() -> None:
-    nothing = {"llama_bin": None, "language_pipes": None, "language_pipes_model": None}
+    names = ("llama_bin", "language_pipes_python", "language_pipes", "language_pipes_model")
+    nothing: dict[str, str | None] = dict.fromkeys(names)
     assert options_of(nothing) == PeerOptions()
     given = {"llama_bin": "b", "language_pipes": "http://a/v1", "language_pipes_model": "x"}
-    assert options_of(given) == PeerOptions(Path("b"), "http://a/v1", "x")
+    assert options_of(given) == PeerOptions(Path("b"), None, "http://a/v1", "x")
+    assert options_of({"language_pipes_python": "p"}) == PeerOptions(pipes_python=Path("p"))
 
 
 @pytest.mark.parametrize(
