@@ -3,7 +3,7 @@
 #   make demo PROMPT="..."   a real model, cut in two, answers
 #   make test                what every change must pass (lint, types, import floors, quick tests)
 #   make test-all            the long parity and failure suites
-#   make bench [ARGS=...]    side by side with transformers' generate()
+#   make bench [ARGS=...]    speed and memory, side by side with transformers' generate()
 #   make gpu-check           parity and flat speed on a CUDA device
 #   make docs                the documentation as a site, in build/site
 #   make lint                the first part of `make test` alone
@@ -96,13 +96,13 @@ test: lint
 test-all: dev
 	$(BIN)/python -m pytest -m long
 
+# With ARGS it is the report alone.
 bench: dev
-	$(BIN)/python -m benchmarks.bench $(ARGS)
+	$(BIN)/python -m benchmarks.report $(ARGS)
+ifeq ($(strip $(ARGS)),)
 	$(BIN)/python -m benchmarks.loading
-	$(BIN)/python -m benchmarks.concurrency
 	$(BIN)/python -m benchmarks.prefix_reuse
-	$(BIN)/python -m benchmarks.slow_links
-	$(BIN)/python -m benchmarks.first_token
+endif
 
 docs: dev
 	$(BIN)/python -m docs_site.build

@@ -1,8 +1,8 @@
 """Many clients at once over two nodes: their tokens per second together, by one client's alone; and beside a prefill.
 
-    python -m benchmarks.concurrency [--clients 1,2,4,8,16] [--new-tokens 64] [--repeats 3] [--others 7]
+    python -m benchmarks.concurrency [--model smollm2] [--clients 1,2,4,8,16] [--new-tokens 64] [--repeats 3] ...
 
-SmolLM2, one thread a node, different prompts of one length. While one node works on some sessions the other works on
+One thread a node, different prompts of one length. While one node works on some sessions the other works on
 others, and steps that wait at a node together run in one forward, which reads the weights once for all. In each repeat
 one client makes its request, then so many at once; speeds are all tokens by the time from the first request to the last
 token, prefills included, and every answer is compared with the one that its prompt gets alone. Then a long prompt is
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -24,17 +23,17 @@ from rich.table import Table
 
 from benchmarks import environment
 from benchmarks.busy import QUIET_CORES, BusyWatch
-from benchmarks.figures import Spread, agreement, mean_batch, ratios
+from benchmarks.figures import Interval, agreement, mean_batch, paired
 from benchmarks.mesh_processes import NodeOptions, mesh_processes
 from benchmarks.mesh_system import MeshSystem, mesh_system
 from benchmarks.models import MODELS, prepare
 from benchmarks.prefill_beside import Beside, measure_beside
-from benchmarks.results import publish
+from benchmarks.results import add_options, publish_drawn
 from benchmarks.systems import Run
+from benchmarks.verdict import Verdict
 
 SPEED_TARGET = 4.0  # eight clients together, by one alone
 TARGET_CLIENTS = 8
-MODEL = "smollm2"
 WARM_UP_TOKENS = 8
 Prompt = tuple[int, ...]
 
@@ -58,9 +57,19 @@ class Found:
     busy_elsewhere: float = 0.0
     peak_rss: dict[str, int | None] = field(default_factory=dict)
 
-    def ratio(self, clients: int) -> Spread:
+    def ratio(self, clients: int) -> Interval:
         """So many clients' speed by one's, within each repeat."""
-        return ratios(self.speed[clients], self.speed[1])
+        return Interval.of(paired(self.speed[clients], self.speed[1]))
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Of what was measured."""
+        asked = {}
+        if TARGET_CLIENTS in self.speed:
+            what = f"tokens/s of {TARGET_CLIENTS} sessions together by one's"
+            asked["together"] = Verdict(what, self.ratio(TARGET_CLIENTS), SPEED_TARGET)
+        if self.beside is not None:
+            asked["beside"] = self.beside.verdict()
+        return asked
 
 
 def prompts_of(prompt: Prompt, clients: int) -> list[Prompt]:
@@ -103,24 +112,26 @@ def document(found: Found, arguments: argparse.Namespace) -> dict[str, Any]:
     """The JSON form."""
     return {
         "benchmark": "concurrency",
-        "model": MODEL,
+        "model": arguments.model,
+        "title": f"sessions at once: {MODELS[arguments.model].title}, {arguments.dtype}",
         "dtype": arguments.dtype,
         "new_tokens": arguments.new_tokens,
         "threads": arguments.threads,
         "environment": environment.facts(),
         "clients": {
             str(clients): {
-                "tokens_per_s": Spread.of(found.speed[clients]).to_json(),
+                "tokens_per_s": Interval.of(found.speed[clients]).to_json(),
                 "ratio": found.ratio(clients).to_json(),
-                "first_token_s": Spread.of(found.ttft_s[clients]).to_json(),
+                "first_token_s": Interval.of(found.ttft_s[clients]).to_json(),
                 "steps_in_one_forward": {
-                    node: Spread.of(means).to_json() for node, means in found.frames[clients].items()
+                    node: Interval.of(means).to_json() for node, means in found.frames[clients].items()
                 },
                 "same_tokens_as_alone": min(found.same_tokens[clients]),
             }
             for clients in arguments.clients
         },
         "target": {"clients": TARGET_CLIENTS, "ratio": SPEED_TARGET},
+        "verdicts": {key: verdict.to_json() for key, verdict in found.verdicts().items()},
         "prefill": None if found.beside is None else found.beside.to_json(),
         "busy_elsewhere": round(found.busy_elsewhere, 2),
         "peak_rss": found.peak_rss,
@@ -129,7 +140,12 @@ def document(found: Found, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def print_tables(found: Found, arguments: argparse.Namespace, console: Console) -> None:
     """The figures for people."""
-    table = Table(title=f"SmolLM2 {arguments.dtype}, two nodes of {arguments.threads} thread each, clients at once")
+    title = MODELS[arguments.model].title
+    confidence = found.ratio(1).confidence
+    table = Table(
+        title=f"clients at once: {title}, {arguments.dtype}, two nodes of {arguments.threads} thread each",
+        caption=f"median (interval of confidence {confidence:.2f}) of {arguments.repeats} repeats",
+    )
     titles = (
         "clients",
         "tokens/s together",
@@ -141,22 +157,20 @@ def print_tables(found: Found, arguments: argparse.Namespace, console: Console) 
     for title in titles:
         table.add_column(title, justify="right")
     for clients in arguments.clients:
-        frames = " / ".join(Spread.of(means).shown(1) for means in found.frames[clients].values())
+        frames = " / ".join(Interval.of(means).brief(1) for means in found.frames[clients].values())
         table.add_row(
             str(clients),
-            Spread.of(found.speed[clients]).shown(),
-            found.ratio(clients).shown(),
+            Interval.of(found.speed[clients]).brief(1),
+            found.ratio(clients).brief(),
             frames,
-            Spread.of(found.ttft_s[clients]).shown(),
+            Interval.of(found.ttft_s[clients]).brief(),
             f"{min(found.same_tokens[clients])} of {arguments.new_tokens}",
         )
     console.print(table)
-    if TARGET_CLIENTS in arguments.clients:
-        ratio = found.ratio(TARGET_CLIENTS)
-        verdict = "reached" if ratio.median >= SPEED_TARGET else "MISSED"
-        console.print(f"{TARGET_CLIENTS} clients by one: {ratio.shown()}; asked: {SPEED_TARGET}: {verdict}")
     if found.beside is not None:
         found.beside.print(console)
+    for verdict in found.verdicts().values():
+        console.print(verdict.shown())
     if found.busy_elsewhere > QUIET_CORES:
         console.print(
             f"DOUBTFUL: {found.busy_elsewhere:.2f} cores did other work meanwhile; measure on a quiet machine"
@@ -165,10 +179,10 @@ def print_tables(found: Found, arguments: argparse.Namespace, console: Console) 
 
 async def run(arguments: argparse.Namespace, console: Console) -> Found:
     """Start the mesh, measure, stop it."""
-    model = MODELS[MODEL]
+    model = MODELS[arguments.model]
     prepared = prepare(model, arguments.dtype)
     options = NodeOptions(arguments.dtype, arguments.threads)
-    with mesh_processes(prepared.model, model.splits, options, gateway=False) as processes:
+    with mesh_processes(prepared.model, model.splits, options) as processes:
         async with mesh_system("two nodes", prepared.name, processes) as mesh:
             prompts = prompts_of(prepared.prompt, max(*arguments.clients, arguments.others))
             await mesh.run(prompts[0], WARM_UP_TOKENS)
@@ -184,8 +198,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Measure, and write a table to standard error and a JSON line to standard output."""
+    """Measure, write tables to standard error, and keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.concurrency", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="default: %(default)s")
     parser.add_argument(
         "--clients", type=_numbers, default="1,2,4,8,16", help="how many at once, 1 first (default: %(default)s)"
     )
@@ -199,13 +214,14 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1, help="of each node (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add_options(parser, "concurrency")
     arguments = parser.parse_args()
     if arguments.new_tokens < 2 or arguments.repeats < 1 or arguments.others < 0:
         parser.error("--new-tokens is at least 2, --repeats 1 and --others 0")
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+    console = environment.begin()
     found = asyncio.run(run(arguments, console))
     print_tables(found, arguments, console)
-    publish("concurrency", document(found, arguments))
+    publish_drawn(arguments.name, document(found, arguments), console, line=arguments.json)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+from collections.abc import MutableMapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 PACKAGES = ("torch", "transformers", "aiohttp")
+OPENMP = ("OMP_", "GOMP_", "KMP_", "MKL_")  # what begins so steers the threads of some libraries
 
 
 def facts() -> dict[str, Any]:
@@ -22,6 +27,29 @@ def facts() -> dict[str, Any]:
         "cores": cores(),
         "load_before": None if load is None else round(load, 2),
     }
+
+
+def clear_thread_settings(environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
+    """Take settings of OpenMP's threads out of this process's environment, and say which there were.
+
+    Every system that is measured gets its own defaults, or what its own start command sets: a setting of the shell's
+    would reach all of them, and suit some better than others.
+    """
+    environ = os.environ if environ is None else environ
+    return {name: environ.pop(name) for name in sorted(environ) if name.startswith(OPENMP)}
+
+
+def begin(width: int = 140) -> Console:
+    """For the start of a benchmark: `clear_thread_settings`, and a console on standard error that tells of it.
+
+    Args:
+        width: where standard error is no terminal.
+    """
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else width)
+    if cleared := clear_thread_settings():
+        settings = " ".join(f"{name}={value}" for name, value in cleared.items())
+        console.print(f"left out of the environment, so that each system has its own defaults: {settings}", style="dim")
+    return console
 
 
 def cores() -> int:

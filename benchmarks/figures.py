@@ -91,6 +91,10 @@ class Interval:
         low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
         return f"{self.median:.{digits}f} ({low} to {high} at {self.confidence:.2f})"
 
+    def brief(self, digits: int = 2) -> str:
+        """``0.58 (0.55-0.61)``, for a table that tells the confidence once."""
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:

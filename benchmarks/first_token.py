@@ -1,8 +1,8 @@
 """Time to the first token of a long prompt: two nodes that work on different chunks of it at once, by one node.
 
-    python -m benchmarks.first_token [--dtypes bfloat16,float32] [--prompt 1000] [--repeats 7]
+    python -m benchmarks.first_token [--model smollm2] [--dtypes bfloat16,float32] [--prompt 1000] [--repeats 7]
 
-SmolLM2, one thread a node: with one node one core works, with two both do as soon as the second has a chunk. How long
+One thread a node: with one node one core works, with two both do as soon as the second has a chunk. How long
 chunks are is chosen from what nodes measured of themselves; the same two nodes with chunks as long as may be stand
 beside it. All take turns, and ratios are taken within each repeat.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +23,10 @@ from benchmarks.busy import QUIET_CORES, BusyWatch
 from benchmarks.figures import Interval, paired
 from benchmarks.mesh_processes import NodeOptions, mesh_processes
 from benchmarks.mesh_system import MeshSystem, mesh_system
-from benchmarks.models import MODELS, prepare
-from benchmarks.results import publish
+from benchmarks.models import MODELS, BenchModel, prepare
+from benchmarks.results import add_options, publish_drawn
+from benchmarks.verdict import Verdict
 
-MODEL = "smollm2"
 ONE, TWO, LONG = "one node", "two nodes", "two nodes, longest chunks"
 TARGET = 0.6  # two nodes by one, at most
 NEW_TOKENS = 12  # so that decode steps are measured too: chunks are chosen by both
@@ -47,6 +46,9 @@ class FirstTokens:
         """Of a system's time by that of one node."""
         return Interval.of(paired(self.seconds[system], self.seconds[ONE]))
 
+    def verdict(self) -> Verdict:
+        return Verdict(f"first token of two nodes by one node's, {self.dtype}", self.ratio(TWO), TARGET, at_most=True)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "dtype": self.dtype,
@@ -64,17 +66,18 @@ def long_prompt(prompt: tuple[int, ...], length: int) -> tuple[int, ...]:
     return (prompt * (length // len(prompt) + 1))[:length]
 
 
-async def measure(dtype: str, length: int, repeats: int, threads: int, console: Console) -> FirstTokens:
+async def measure(
+    model: BenchModel, dtype: str, length: int, repeats: int, threads: int, console: Console
+) -> FirstTokens:
     """All systems in turns; which begins changes with every repeat."""
-    model = MODELS[MODEL]
     prepared = prepare(model, dtype)
     prompt = long_prompt(prepared.prompt, length)
     options = NodeOptions(dtype, threads)
     whole = f"0-{model.splits[-1].partition('-')[2]}"
     found = FirstTokens(dtype)
     async with AsyncExitStack() as running:
-        one = running.enter_context(mesh_processes(prepared.model, (whole,), options, gateway=False))
-        two = running.enter_context(mesh_processes(prepared.model, model.splits, options, gateway=False))
+        one = running.enter_context(mesh_processes(prepared.model, (whole,), options))
+        two = running.enter_context(mesh_processes(prepared.model, model.splits, options))
         systems: list[MeshSystem] = [
             await running.enter_async_context(mesh_system(name, prepared.name, processes, measured=name != LONG))
             for name, processes in ((ONE, one), (TWO, two), (LONG, two))
@@ -94,9 +97,10 @@ async def measure(dtype: str, length: int, repeats: int, threads: int, console: 
     return found
 
 
-def print_table(found: FirstTokens, length: int, threads: int, console: Console) -> None:
+def print_table(model: BenchModel, found: FirstTokens, length: int, threads: int, console: Console) -> None:
     """The figures for people."""
-    table = Table(title=f"first token of {length}, SmolLM2 {found.dtype}, {threads} threads a node")
+    title = f"first token of {length}, {model.title}, {found.dtype}, {threads} thread{'s'[: threads > 1]} a node"
+    table = Table(title=title)
     table.add_column("system")
     for title in ("seconds", "by one node", "chunks"):
         table.add_column(title, justify="right")
@@ -105,9 +109,7 @@ def print_table(found: FirstTokens, length: int, threads: int, console: Console)
         chunks = found.chunks[name]
         table.add_row(name, Interval.of(seconds).shown(3), ratio, f"{len(chunks)} of {chunks[0]}")
     console.print(table)
-    ratio = found.ratio(TWO)
-    verdict = "reached" if ratio.at_most(TARGET) else "MISSED"
-    console.print(f"two nodes by one: {ratio.shown(3)}; asked: at most {TARGET}: {verdict}")
+    console.print(found.verdict().shown())
     if found.busy_elsewhere > QUIET_CORES:
         console.print(
             f"DOUBTFUL: {found.busy_elsewhere:.2f} cores did other work meanwhile; measure on a quiet machine"
@@ -115,30 +117,36 @@ def print_table(found: FirstTokens, length: int, threads: int, console: Console)
 
 
 def main() -> None:
-    """Measure, and write tables to standard error and a JSON line to standard output."""
+    """Measure, write tables to standard error, and keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_token", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="default: %(default)s")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="with commas (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="of each node (default: %(default)s)")
+    add_options(parser, "first-token")
     arguments = parser.parse_args()
     if arguments.prompt < 1 or arguments.repeats < 1 or arguments.threads < 1:
         parser.error("--prompt, --repeats and --threads are at least 1")
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+    console, model = environment.begin(), MODELS[arguments.model]
+    length, repeats, threads = arguments.prompt, arguments.repeats, arguments.threads
     found = []
     for dtype in arguments.dtypes.split(","):
-        found.append(asyncio.run(measure(dtype, arguments.prompt, arguments.repeats, arguments.threads, console)))
-        print_table(found[-1], arguments.prompt, arguments.threads, console)
+        found.append(asyncio.run(measure(model, dtype, length, repeats, threads, console)))
+        print_table(model, found[-1], length, threads, console)
     document = {
         "benchmark": "first_token",
-        "model": MODEL,
+        "model": model.key,
+        "title": f"first token of {length}: {model.title}",
         "prompt_tokens": arguments.prompt,
         "threads": arguments.threads,
         "environment": environment.facts(),
         "target": TARGET,
         "found": [one.to_json() for one in found],
+        "verdicts": {one.dtype: one.verdict().to_json() for one in found},
+        "busy_elsewhere": round(max(one.busy_elsewhere for one in found), 2),
     }
-    publish("first_token", document)
+    publish_drawn(arguments.name, document, console, line=arguments.json)
 
 
 if __name__ == "__main__":

@@ -142,9 +142,9 @@ def check_speed(device: str, tokens: int) -> dict[str, Any]:
         new_tokens=tokens,
         repeats=2,
         stateless_lengths=(0, tokens // 2),
+        one_process=False,
         one_node=False,
         packed=False,
-        gateway=False,  # its libraries may not be there, and it has nothing to do
     )
     model = MODELS[MODEL]
     found = asyncio.run(measure(model, prepare(model, plan.dtype), plan, lambda what: print(what, flush=True)))
@@ -219,7 +219,7 @@ def main() -> int:
         "compiled_is_same": same,
         "compiled": compiled,
     }
-    publish("gpu-check", result)
+    publish("gpu-check", result, line=True)
     return 0 if holds and flat and same else 1
 
 

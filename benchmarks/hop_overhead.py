@@ -5,16 +5,14 @@
 Two nodes, real processes on loopback, hold halves of a small random model (hidden 576, so that bodies are SmolLM2's);
 the generation engine runs here, as it does in a gateway. One mesh takes frames as posts, one on lean streams; rounds of
 both are interleaved. `step` is from one token to the next, `call` from a frame's departure here to its reply. Bytes are
-counted by relays before the nodes. Prints a table, then one line of JSON.
+counted by relays before the nodes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -24,8 +22,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from benchmarks import checkpoints, environment
-from benchmarks.busy import BusyWatch
+from benchmarks.busy import QUIET_CORES, BusyWatch
+from benchmarks.figures import Interval
+from benchmarks.results import add_options, publish_drawn
+from benchmarks.verdict import Verdict
 from meshnet_cli.children import Children
 from meshnet_core.clock import SystemClock
 from meshnet_core.frames import Frame, FrameReply, Phase
@@ -53,6 +57,7 @@ SPLITS = ("0-0", "1-1")
 PROMPT = tuple(range(3, 35))
 BODY = 576 * 2  # of one position in bfloat16
 WARM_UP = 10
+HOP_MS, HOP_BYTES = 0.3, 400.0  # at most, on lean streams
 
 
 @dataclass
@@ -188,48 +193,87 @@ async def bytes_a_step(form: WireForm, folder: Path) -> float:
 
 
 def main() -> None:
+    """Measure, write a table to standard error, and keep the result."""
     parser = argparse.ArgumentParser(description="What a hop costs beside the model, as posts and on lean streams.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=100, help="timed steps of each form and round")
-    asyncio.run(measure(parser.parse_args()))
+    add_options(parser, "hop-overhead")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.steps < 1:
+        parser.error("--rounds and --steps are at least 1")
+    console = environment.begin()
+    publish_drawn(options.name, asyncio.run(measure(options, console)), console, line=options.json)
 
 
-async def measure(options: argparse.Namespace) -> None:
+async def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="meshnet-hops-") as name:
         folder = Path(name)
         async with AsyncExitStack() as closing:
             forms = [(await closing.enter_async_context(mesh_of(form, folder / form.value)))[0] for form in WireForm]
             with BusyWatch() as busy:
-                for _ in range(options.rounds):
+                for number in range(options.rounds):
+                    console.print(f"round {number + 1} of {options.rounds}", style="dim")
                     for form in forms:
                         await form.round(options.steps)
         beside = {form: await bytes_a_step(form, folder / f"relayed-{form.value}") for form in WireForm}
-    rows = [row_of(form, beside[form.form]) for form in forms]
-    print(f"{'form':8} {'step p50':>9} {'p95':>7} {'call p50':>9} {'p95':>7}   {'bytes':>6}")
-    for row in rows:
-        print(
-            "{form:8} {step_p50_ms:9.3f} {step_p95_ms:7.3f} {call_p50_ms:9.3f} {call_p95_ms:7.3f}   "
-            "{bytes_beside_body:6.0f}".format(**row)
-        )
-    print("ms a hop beside layers and sampling; bytes a token and hop beside the body, both ways")
-    machine = environment.facts() | busy.to_json()
-    print(json.dumps({"benchmark": "hop_overhead", "machine": machine, "body_bytes": BODY, "rows": rows}))
+    print_table(forms, beside, console)
+    asked = verdicts(next(form for form in forms if form.form is WireForm.STREAM), beside[WireForm.STREAM])
+    for verdict in asked.values():
+        console.print(verdict.shown())
+    if busy.elsewhere > QUIET_CORES:
+        console.print(f"DOUBTFUL: {busy.elsewhere:.2f} cores did other work meanwhile; measure on a quiet machine")
+    return {
+        "benchmark": "hop_overhead",
+        "title": "a hop of real processes on loopback",
+        "environment": environment.facts(),
+        "body_bytes": BODY,
+        "forms": {form.form.value: row_of(form, beside[form.form]) for form in forms},
+        "verdicts": {key: verdict.to_json() for key, verdict in asked.items()},
+        **busy.to_json(),
+    }
+
+
+def verdicts(lean: Form, beside: float) -> dict[str, Verdict]:
+    """What is asked of lean streams."""
+    by_rounds, bytes_beside = quantile(lean.steps, 0.5), Interval.of([beside])
+    return {
+        "time": Verdict(
+            "ms a hop beside layers and sampling, p50, from token to token", by_rounds, HOP_MS, at_most=True
+        ),
+        "bytes": Verdict("bytes a token and hop beside the body of 2H", bytes_beside, HOP_BYTES, at_most=True),
+    }
+
+
+def print_table(forms: list[Form], beside: dict[WireForm, float], console: Console) -> None:
+    """The figures for people."""
+    rounds = len(forms[0].steps)
+    confidence = Interval.of([0.0] * rounds).confidence
+    table = Table(
+        title="ms a hop beside layers and sampling; bytes a token and hop beside the body, both ways",
+        caption=f"quantiles of each round, median (interval of confidence {confidence:.2f}) "
+        f"of {rounds} rounds; step: from token to token, call: from a frame's departure to its reply",
+    )
+    for title in ("frames as", "step p50", "step p95", "call p50", "call p95", "bytes"):
+        table.add_column(title, justify="left" if title == "frames as" else "right")
+    for form in forms:
+        cells = [quantile(times, q).brief(3) for times in (form.steps, form.calls) for q in (0.5, 0.95)]
+        table.add_row(form.form.value, *cells, f"{beside[form.form]:.0f}")
+    console.print(table)
 
 
 def row_of(form: Form, beside: float) -> dict[str, Any]:
     return {
-        "form": form.form.value,
-        "step_p50_ms": quantile(form.steps, 0.5),
-        "step_p95_ms": quantile(form.steps, 0.95),
-        "call_p50_ms": quantile(form.calls, 0.5),
-        "call_p95_ms": quantile(form.calls, 0.95),
+        "step_p50_ms": quantile(form.steps, 0.5).to_json(),
+        "step_p95_ms": quantile(form.steps, 0.95).to_json(),
+        "call_p50_ms": quantile(form.calls, 0.5).to_json(),
+        "call_p95_ms": quantile(form.calls, 0.95).to_json(),
         "bytes_beside_body": round(beside, 1),
     }
 
 
-def quantile(rounds: list[list[float]], q: float) -> float:
-    """Median over the rounds of each round's quantile."""
-    return round(statistics.median(sorted(times)[int(q * len(times))] for times in rounds), 4)
+def quantile(rounds: list[list[float]], q: float) -> Interval:
+    """Over the rounds, of each round's quantile."""
+    return Interval.of(sorted(times)[int(q * len(times))] for times in rounds)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,15 @@ MAX_POSITIONS = 512
 
 
 class InProcessMesh:
-    """One node for each of several layer ranges; gives routes over them as a tracker would."""
+    """One node for each of several layer ranges; gives routes over them as a tracker would.
 
-    def __init__(self) -> None:
+    Args:
+        threads: CPU threads of each node; torch's own number if not told.
+        max_positions: of a session.
+    """
+
+    def __init__(self, threads: int | None = None, max_positions: int = MAX_POSITIONS) -> None:
+        self._threads, self._max_positions = threads, max_positions
         self.transport = InProcessTransport()
         self._nodes: list[NodeInfo] = []
         self._services: list[HopService] = []
@@ -42,12 +48,13 @@ class InProcessMesh:
     def add_node(self, folder: Path, layers: LayerRange, dtype: str, device: str) -> None:
         """Load ``layers`` on ``device`` and serve them."""
         name = f"node-{len(self._nodes)}"
-        shard = LoadedShard(load_shard(folder, layers, dtype=dtype, device=device), MODEL, FINGERPRINT, MAX_POSITIONS)
+        loaded = load_shard(folder, layers, dtype=dtype, device=device)
+        shard = LoadedShard(loaded, MODEL, FINGERPRINT, self._max_positions)
         service = HopService(
             boot=mint_boot_id(),
             shards=ShardPool([shard]),
             store=CacheStore(StoreLimits(budget_bytes=BUDGET_BYTES), self._clock),
-            lane=ForwardLane(),
+            lane=ForwardLane(threads=self._threads),
             transport=self.transport,
             sample=sample,
             clock=self._clock,
@@ -93,10 +100,16 @@ class InProcessMesh:
 
 @asynccontextmanager
 async def in_process_mesh(
-    folder: Path, splits: Sequence[LayerRange], devices: Sequence[str], *, dtype: str = "float32"
+    folder: Path,
+    splits: Sequence[LayerRange],
+    devices: Sequence[str],
+    *,
+    dtype: str = "float32",
+    threads: int | None = None,
+    max_positions: int = MAX_POSITIONS,
 ) -> AsyncIterator[InProcessMesh]:
     """A node for each of ``splits``, on the device beside it."""
-    mesh = InProcessMesh()
+    mesh = InProcessMesh(threads, max_positions)
     try:
         for layers, device in zip(splits, devices, strict=True):
             mesh.add_node(folder, layers, dtype, device)

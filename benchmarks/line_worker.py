@@ -1,4 +1,7 @@
-"""transformers' `generate()` as a system to compare with: one process, the whole model, a dynamic cache."""
+"""A system to compare with that is one process: prompts go to it a line each, times and tokens come back.
+
+Which program it is, is told by `generate` and `one_process`.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,11 @@ GRACE_S = 10.0
 _LINE_BYTES = 2**22  # a reply holds two numbers for each token
 
 
-class GenerateSystem:
-    """A `generate_worker` that is running; see `generate_system`."""
+class LineWorker:
+    """A worker that is running; see `line_worker`."""
 
-    name = "generate()"
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
         self._process = process
         self._peak: int | None = None
 
@@ -36,43 +38,45 @@ class GenerateSystem:
         await self._process.stdin.drain()
         reply = await self.reply()
         if len(reply["tokens"]) != new_tokens:
-            raise RuntimeError(f"generate() gave {len(reply['tokens'])} tokens instead of {new_tokens}")
+            raise RuntimeError(f"{self.name} gave {len(reply['tokens'])} tokens instead of {new_tokens}")
         self._peak = int(reply["peak_rss"])
         return Run(TokenTimes(tuple(reply["times"])), tuple(reply["tokens"]))
 
     def peak_rss(self) -> dict[str, int | None]:
         """See `System`."""
-        return {"generate()": self._peak}
+        return {self.name: self._peak}
 
     async def reply(self) -> dict[str, Any]:
         """The next line of the worker."""
         line = await self._process.stdout.readline() if self._process.stdout is not None else b""
         if not line:
-            raise RuntimeError(f"the process of generate() ended with exit code {await self._process.wait()}")
+            raise RuntimeError(f"the process of {self.name} ended with exit code {await self._process.wait()}")
         document = json.loads(line)
         if not isinstance(document, dict):
-            raise TypeError(f"the process of generate() wrote {document!r}")
+            raise TypeError(f"the process of {self.name} wrote {document!r}")
         return document
 
 
 @asynccontextmanager
-async def generate_system(folder: str, *, dtype: str, device: str, threads: int) -> AsyncIterator[GenerateSystem]:
-    """Start the worker on a model folder and end it with the block.
+async def line_worker(name: str, module: str, arguments: Sequence[str], threads: int) -> AsyncIterator[LineWorker]:
+    """Start ``module`` and end it with the block.
 
-    Its OpenMP settings are the library's own, which suit a process that has the cores for itself.
+    Its OpenMP settings but for the number of threads are the library's own, which suit a process that has the cores for
+    itself.
     """
-    arguments = [folder, "--dtype", dtype, "--device", device, "--threads", str(threads)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "benchmarks.generate_worker",
+        module,
         *arguments,
+        "--threads",
+        str(threads),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         limit=_LINE_BYTES,
     )
-    system = GenerateSystem(process)
+    system = LineWorker(name, process)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await system.reply()

@@ -123,7 +123,7 @@ def _mega(count: int | None) -> str:
 
 
 def main() -> None:
-    """Load each case, and write a table to standard error and a JSON line to standard output."""
+    """Load each case, write a table to standard error, and keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loading", description=__doc__.partition("\n")[0])
     known = tuple(dict.fromkeys(case.model for case in CASES))
     parser.add_argument("--models", default=",".join(known), help="keys, with commas (default: %(default)s)")

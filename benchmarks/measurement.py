@@ -10,14 +10,15 @@ from typing import Any
 
 from benchmarks import environment
 from benchmarks.busy import BusyWatch
-from benchmarks.generate import generate_system
+from benchmarks.generate import GENERATE, generate_system
 from benchmarks.mesh_processes import NodeOptions, mesh_processes
 from benchmarks.mesh_system import MeshSystem, mesh_system
 from benchmarks.models import BenchModel, PreparedModel
+from benchmarks.one_process import ONE_PROCESS, one_process_system
 from benchmarks.peers import Absent, PeerOptions, found_peers
 from benchmarks.systems import Run, System
 
-GENERATE, TWO_NODES, ONE_NODE = "generate()", "two nodes, cached", "one node, cached"
+TWO_NODES, ONE_NODE = "two nodes, cached", "one node, cached"
 PACKED = "two nodes, packed GGUF"
 WARM_UP_TOKENS = 8
 STATELESS_STEPS = 2  # at each length
@@ -32,9 +33,10 @@ class Plan:
     Attributes:
         dtype, device, threads: the same for all systems; each node has ``threads`` of its own.
         stateless_lengths: lengths of answer at which a stateless step is timed; none leaves that path out.
-        one_node: measure a mesh of one node with the whole model too: what is lost by cutting it.
+        one_process: measure the same code over the whole model in one process too: what is lost by cutting it.
+        one_node: measure a mesh of one node with the whole model too, which has one hop over a socket.
         packed: measure two nodes that hold a GGUF's blocks packed too, where the model is one.
-        gateway: run an idle gateway beside the nodes, to tell its memory.
+        gateway: run an idle gateway beside each mesh, to tell its memory.
         wait_policy: see `NodeOptions`.
     """
 
@@ -44,9 +46,10 @@ class Plan:
     new_tokens: int
     repeats: int
     stateless_lengths: tuple[int, ...] = (0, 100, 200, 400)
+    one_process: bool = True
     one_node: bool = True
     packed: bool = True
-    gateway: bool = True
+    gateway: bool = False
     wait_policy: str = "meshnet"
 
 
@@ -121,6 +124,12 @@ async def _start(
     ]
     layers = [split.split("-") for split in model.splits]
     whole = f"{layers[0][0]}-{layers[-1][-1]}"
+    if plan.one_process:
+        tell(f"{model.key}: starting {ONE_PROCESS}")
+        whole_model = one_process_system(
+            prepared.folder, whole, dtype=plan.dtype, device=plan.device, threads=plan.threads
+        )
+        systems.append(await running.enter_async_context(whole_model))
     meshes = [(TWO_NODES, model.splits, "none")]
     if plan.one_node:
         meshes.append((ONE_NODE, (whole,), "none"))
@@ -129,9 +138,7 @@ async def _start(
     for name, splits, quantize in meshes:
         options = NodeOptions(plan.dtype, plan.threads, (plan.device,), plan.wait_policy, quantize)
         tell(f"{model.key}: starting {name}: layers {' and '.join(splits)}")
-        processes = running.enter_context(
-            mesh_processes(prepared.model, splits, options, gateway=plan.gateway and name == TWO_NODES)
-        )
+        processes = running.enter_context(mesh_processes(prepared.model, splits, options, gateway=plan.gateway))
         systems.append(await running.enter_async_context(mesh_system(name, prepared.name, processes)))
     return systems
 

@@ -13,6 +13,11 @@ def peak_rss(pid: int) -> int | None:
     return _field(Path(f"/proc/{pid}/status"), "VmHWM:", scale=1024)
 
 
+def rss(pid: int) -> int | None:
+    """Bytes that a running process holds in memory now; None where the system does not tell (not Linux)."""
+    return _field(Path(f"/proc/{pid}/status"), "VmRSS:", scale=1024)
+
+
 def own_peak_rss() -> int:
     """The same for this process, on every POSIX system."""
     if (told := peak_rss(os.getpid())) is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.environment import cores
-from benchmarks.memory import peak_rss
+from benchmarks.memory import peak_rss, rss
 from meshnet_cli.children import Child, Children
 
 START_TIMEOUT_S = 60.0
@@ -82,6 +82,10 @@ class MeshProcesses:
         """Most bytes held by each process, by its name."""
         return {child.name: peak_rss(child.process.pid) for child in self._children}
 
+    def rss(self) -> dict[str, int | None]:
+        """Bytes held by each process now, by its name."""
+        return {child.name: rss(child.process.pid) for child in self._children}
+
     def pids(self) -> dict[str, int]:
         """Process ids, by name, for a profiler."""
         return {child.name: child.process.pid for child in self._children}
@@ -93,7 +97,7 @@ def mesh_processes(
     splits: Sequence[str],
     options: NodeOptions,
     *,
-    gateway: bool = True,
+    gateway: bool = False,
     of_node: Sequence[Sequence[str]] = (),
 ) -> Iterator[MeshProcesses]:
     """Start a mesh that serves ``model``, a node for each of ``splits``; all of it is gone when the block is left.

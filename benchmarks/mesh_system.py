@@ -25,6 +25,7 @@ from meshnet_core.clock import SystemClock
 from meshnet_core.frames import Frame, FrameReply, Phase
 from meshnet_core.http_transport import HttpTransport
 from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.stream_transport import StreamTransport
 from meshnet_core.tracker_client import TrackerClient
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.mesh import Mesh
@@ -32,8 +33,9 @@ from meshnet_gateway.prefix_reuse import PrefixWish
 from meshnet_gateway.speculation import OFF, Speculate
 
 
-class WatchedTransport(HttpTransport):
-    """The gateway's transport; keeps what the hops told of each decode step, and how long the step took here.
+class WatchedTransport(StreamTransport):
+    """The gateway's transport, on lean streams as it is by default; keeps what the hops told of each decode step, and
+    how long the step took here.
 
     Attributes:
         steps: milliseconds of each decode step, with its reply.
@@ -41,7 +43,8 @@ class WatchedTransport(HttpTransport):
     """
 
     def __init__(self) -> None:
-        super().__init__(SystemClock())
+        clock = SystemClock()
+        super().__init__(HttpTransport(clock), clock)
         self.steps: list[tuple[float, FrameReply]] = []
         self.chunks: list[int] = []
 

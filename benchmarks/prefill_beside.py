@@ -15,8 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.figures import Spread, ratios, speed_between
+from benchmarks.figures import Interval, paired, speed_between
 from benchmarks.mesh_system import MeshSystem
+from benchmarks.verdict import Verdict
 
 KEPT_TARGET = 0.5  # of the others' speed
 PREFILL_TOKENS = 2000
@@ -34,15 +35,19 @@ class Beside:
     prefill_alone_s: list[float] = field(default_factory=list)
     prefill_s: list[float] = field(default_factory=list)
 
+    def verdict(self) -> Verdict:
+        what = f"kept of the speed of {self.others} others while {PREFILL_TOKENS} tokens are prefilled"
+        return Verdict(what, Interval.of(paired(self.during, self.before)), KEPT_TARGET)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "others": self.others,
             "prefill_tokens": PREFILL_TOKENS,
-            "others_before_tokens_per_s": Spread.of(self.before).to_json(),
-            "others_during_tokens_per_s": Spread.of(self.during).to_json(),
-            "kept": ratios(self.during, self.before).to_json(),
-            "prefill_alone_s": Spread.of(self.prefill_alone_s).to_json(),
-            "prefill_beside_s": Spread.of(self.prefill_s).to_json(),
+            "others_before_tokens_per_s": Interval.of(self.before).to_json(),
+            "others_during_tokens_per_s": Interval.of(self.during).to_json(),
+            "kept": self.verdict().found.to_json(),
+            "prefill_alone_s": Interval.of(self.prefill_alone_s).to_json(),
+            "prefill_beside_s": Interval.of(self.prefill_s).to_json(),
             "target": KEPT_TARGET,
         }
 
@@ -50,15 +55,12 @@ class Beside:
         """For people."""
         table = Table(title=f"a prefill of {PREFILL_TOKENS} tokens beside {self.others} who decode")
         table.add_column("figure")
-        table.add_column("median (least-greatest)", justify="right")
-        table.add_row("the others before, tokens/s together", Spread.of(self.before).shown())
-        table.add_row("the others during it", Spread.of(self.during).shown())
-        table.add_row("first token after it, s, with nobody else", Spread.of(self.prefill_alone_s).shown())
-        table.add_row("first token after it, s, beside them", Spread.of(self.prefill_s).shown())
+        table.add_column("median (interval)", justify="right")
+        table.add_row("the others before, tokens/s together", Interval.of(self.before).brief())
+        table.add_row("the others during it", Interval.of(self.during).brief())
+        table.add_row("first token after it, s, with nobody else", Interval.of(self.prefill_alone_s).brief())
+        table.add_row("first token after it, s, beside them", Interval.of(self.prefill_s).brief())
         console.print(table)
-        kept = ratios(self.during, self.before)
-        verdict = "reached" if kept.median >= KEPT_TARGET else "MISSED"
-        console.print(f"kept of their speed: {kept.shown()}; asked: {KEPT_TARGET}: {verdict}")
 
 
 class _Others:

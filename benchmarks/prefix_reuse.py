@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,13 +120,13 @@ async def run(key: str, arguments: argparse.Namespace, console: Console) -> Foun
     model = MODELS[key]
     prepared = prepare(model, arguments.dtype)
     options = NodeOptions(arguments.dtype, arguments.threads)
-    with mesh_processes(prepared.model, model.splits, options, gateway=False) as processes:
+    with mesh_processes(prepared.model, model.splits, options) as processes:
         async with mesh_system("two nodes", prepared.name, processes) as mesh:
             return await measure(mesh, prepared.prompt, arguments.turns, arguments.repeats, console)
 
 
 def main() -> None:
-    """Measure, and write a table to standard error and a JSON line for each model to standard output."""
+    """Measure, and write a table to standard error, and keep a result for each model."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix_reuse", description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default="smollm2,qwen3.5-moe", help="keys, with commas (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=5, help="default: %(default)s")
@@ -140,7 +139,7 @@ def main() -> None:
         parser.error(f"unknown models {', '.join(unknown)}; there are {', '.join(MODELS)}")
     if arguments.turns < 2 or arguments.repeats < 1:
         parser.error("--turns is at least 2, --repeats 1")
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+    console = environment.begin()
     for key in keys:
         found = asyncio.run(run(key, arguments, console))
         print_table(key, found, arguments, console)

@@ -5,7 +5,8 @@
 Each repeat takes every answer in turn: without delay, which gives the time C of a token; with the delay, where a token
 should take C and one round trip; and with the delay and drafts as the gateway uses them by itself. There are two
 questions, one whose answer repeats what is in it and one whose answer does not. The tokens must be the same in float32;
-in 16 bits it is told how many are. A relay stands for the link (`slow_link`). SmolLM2.
+in 16 bits it is told how many are. A relay stands for the link (`slow_link`). A model of random weights has one prompt
+of random tokens, and drafts by chance.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,16 +26,17 @@ from benchmarks.busy import QUIET_CORES, BusyWatch
 from benchmarks.figures import Interval, agreement, paired
 from benchmarks.mesh_processes import NodeOptions, default_threads, mesh_processes
 from benchmarks.mesh_system import MeshSystem, mesh_system
-from benchmarks.models import CHATML, MODELS, QUESTION, prepare
-from benchmarks.results import publish
+from benchmarks.models import CHATML, MODELS, QUESTION, PreparedModel, prepare
+from benchmarks.results import add_options, publish_drawn
 from benchmarks.slow_link import SlowLink, slow_link
 from benchmarks.systems import Run
+from benchmarks.verdict import Verdict
 from meshnet_gateway.speculation import AUTO, OFF, Speculate
 
-MODEL = "smollm2"
 TOWNS = "Lisbon, Oslo, Quito, Hanoi, Accra, Turin, Perth, Kyoto, Leeds, Malmo, Dakar, Sofia, Tunis, Minsk, Davao, Cork"
+REPEATS = "repeats"
 PROMPTS = {
-    "repeats": "Copy this list of towns exactly, and then copy it again and again:\n" + TOWNS.replace(", ", "\n"),
+    REPEATS: "Copy this list of towns exactly, and then copy it again and again:\n" + TOWNS.replace(", ", "\n"),
     "does not": QUESTION,
 }
 WARM_UP_TOKENS = 12
@@ -92,12 +93,34 @@ async def measure(
     return found
 
 
+def verdicts(found: dict[str, Found], arguments: argparse.Namespace) -> dict[str, Verdict]:
+    """Of all answers; that drafts change no token is asked of float32 alone."""
+    trip_ms = 2 * arguments.delay_ms
+    asked = {
+        f"overhead, {name}": Verdict(
+            f"ms a token by C and one round trip, no drafts, text that {name}",
+            one.overhead(trip_ms),
+            WITHIN,
+            at_most=True,
+        )
+        for name, one in found.items()
+    }
+    if REPEATS in found:
+        gain = found[REPEATS].gain(SLOW, DRAFTED)
+        asked["drafts"] = Verdict(f"tokens/s with drafts by those without, text that {REPEATS}", gain, TIMES)
+    if arguments.dtype == "float32":
+        for name, one in found.items():
+            same = Interval.of([one.same(DRAFTED) / arguments.tokens])
+            asked[f"same, {name}"] = Verdict(f"same tokens with drafts, text that {name}", same, 1.0)
+    return asked
+
+
 def print_table(found: dict[str, Found], arguments: argparse.Namespace, busy: float, console: Console) -> None:
     """The figures for people."""
     trip_ms = 2 * arguments.delay_ms
     table = Table(
-        title=f"two nodes, {arguments.delay_ms:g} ms each way between them, SmolLM2, {arguments.dtype}, "
-        f"{arguments.threads} threads a node"
+        title=f"two nodes, {arguments.delay_ms:g} ms each way between them, {MODELS[arguments.model].title}, "
+        f"{arguments.dtype}, {arguments.threads} threads a node"
     )
     for column in ("answer", "way", "ms a token", "by C + round trip", "tokens/s by those without", "drafted", "same"):
         table.add_column(column, justify="left" if column in {"answer", "way"} else "right")
@@ -116,11 +139,8 @@ def print_table(found: dict[str, Found], arguments: argparse.Namespace, busy: fl
                 f"{one.same(way)}/{arguments.tokens}",
             )
     console.print(table)
-    for name, one in found.items():
-        held = "yes" if one.overhead(trip_ms).at_most(WITHIN) else "NO"
-        console.print(f"{name}: at most {WITHIN} of C and one round trip without drafts: {held}")
-    held = "yes" if found["repeats"].gain(SLOW, DRAFTED).at_least(TIMES) else "NO"
-    console.print(f"repeats: at least {TIMES} times the tokens per second with drafts: {held}")
+    for verdict in verdicts(found, arguments).values():
+        console.print(verdict.shown())
     if busy > QUIET_CORES:
         console.print(f"DOUBTFUL: {busy:.2f} cores did other work meanwhile; measure on a quiet machine")
 
@@ -129,7 +149,8 @@ def document(found: dict[str, Found], arguments: argparse.Namespace, busy: float
     """The JSON form."""
     return {
         "benchmark": "slow_links",
-        "model": MODELS[MODEL].title,
+        "model": arguments.model,
+        "title": f"{arguments.delay_ms:g} ms each way: {MODELS[arguments.model].title}, {arguments.dtype}",
         "dtype": arguments.dtype,
         "threads": arguments.threads,
         "delay_ms": arguments.delay_ms,
@@ -147,32 +168,32 @@ def document(found: dict[str, Found], arguments: argparse.Namespace, busy: float
             }
             for name, one in found.items()
         },
+        "verdicts": {key: verdict.to_json() for key, verdict in verdicts(found, arguments).items()},
         "busy_elsewhere": round(busy, 2),
     }
 
 
 async def run(arguments: argparse.Namespace, console: Console) -> tuple[dict[str, Found], float]:
     """Start the mesh with the link in it, measure, stop it."""
-    prepared = prepare(MODELS[MODEL], arguments.dtype)
-    prompts = prompts_of(prepared.model)
+    model = MODELS[arguments.model]
+    prepared = prepare(model, arguments.dtype)
+    prompts = {"is random": prepared.prompt} if model.random else prompts_of(prepared)
     port = free_port()
     async with slow_link(port) as link:
         tail = ("--port", str(port), "--advertise", link.url)
         options = NodeOptions(arguments.dtype, arguments.threads)
-        with mesh_processes(
-            prepared.model, MODELS[MODEL].splits, options, gateway=False, of_node=((), tail)
-        ) as running:
+        with mesh_processes(prepared.model, model.splits, options, of_node=((), tail)) as running:
             async with mesh_system("two nodes", prepared.name, running) as mesh:
                 with BusyWatch() as busy:
                     found = await measure(mesh, link, prompts, arguments, console)
     return found, busy.elsewhere
 
 
-def prompts_of(model: str) -> Prompts:
+def prompts_of(prepared: PreparedModel) -> Prompts:
     """The questions as token ids of this model."""
     from meshnet_node.model_files import open_model  # noqa: PLC0415  brings torch, which --help can do without
 
-    tokenizer = Tokenizer.from_str(open_model(model).text_files()["tokenizer.json"].decode())
+    tokenizer = Tokenizer.from_str(open_model(prepared.model).text_files()["tokenizer.json"].decode())
     asked = {name: CHATML.format(text) for name, text in PROMPTS.items()}
     return {name: tuple(tokenizer.encode(text, add_special_tokens=False).ids) for name, text in asked.items()}
 
@@ -186,22 +207,22 @@ def free_port() -> int:
 
 
 def main() -> None:
-    """Measure, and write a table to standard error and a JSON line to standard output."""
+    """Measure, write a table to standard error, and keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_links", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="default: %(default)s")
     parser.add_argument("--delay-ms", type=float, default=20.0, help="each way (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=120, help="of each answer (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=default_threads(), help="of each node (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--no-publish", action="store_true", help="keep no file of the results")
+    add_options(parser, "slow-links")
     arguments = parser.parse_args()
     if arguments.tokens < 2 or arguments.repeats < 1 or arguments.delay_ms < 0:
         parser.error("--tokens is at least 2, --repeats 1, --delay-ms 0")
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
+    console = environment.begin(width=160)
     found, busy = asyncio.run(run(arguments, console))
     print_table(found, arguments, busy, console)
-    if not arguments.no_publish:
-        publish("slow-links", document(found, arguments, busy))
+    publish_drawn(arguments.name, document(found, arguments, busy), console, line=arguments.json)
 
 
 if __name__ == "__main__":

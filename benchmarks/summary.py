@@ -6,15 +6,19 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from benchmarks.figures import Interval, Spread, agreement, paired
-from benchmarks.measurement import GENERATE, ONE_NODE, PACKED, TWO_NODES, Measurement
+from benchmarks.figures import WINDOW, Interval, Spread, agreement, paired
+from benchmarks.generate import GENERATE
+from benchmarks.measurement import ONE_NODE, PACKED, TWO_NODES, Measurement
+from benchmarks.one_process import ONE_PROCESS
 from benchmarks.peers import LLAMA_RPC
 from benchmarks.systems import Run
+from benchmarks.verdict import Verdict
 
-OURS = {GENERATE, ONE_NODE, TWO_NODES, PACKED}  # all others are peers
+OURS = {GENERATE, ONE_PROCESS, ONE_NODE, TWO_NODES, PACKED}  # all others are peers
 TARGETS = {
     "decode_speed": 1.3,
     "retention": 0.95,
+    "two_nodes_by_one_process": 0.97,
     "two_nodes_by_one_node": 0.97,
     "packed_by_generate": 2.5,
     f"packed_by_{LLAMA_RPC}": 1.0,
@@ -29,6 +33,21 @@ def targets(found: Measurement) -> dict[str, float]:
     return {name: target for name, target in asked.items() if name in comparisons(found)}
 
 
+NAMED = {
+    "decode_speed": f"decode speed of {TWO_NODES}, by {GENERATE}'s",
+    "retention": f"kept from the first {WINDOW} to the last, by what {GENERATE} keeps",
+}
+
+
+def verdicts(found: Measurement) -> dict[str, Verdict]:
+    """What is asked of the comparisons, by their keys."""
+    intervals = comparisons(found)
+    return {
+        key: Verdict(NAMED.get(key, key.replace("_", " ")), intervals[key], target)
+        for key, target in targets(found).items()
+    }
+
+
 def comparisons(found: Measurement) -> dict[str, Interval]:
     """Ratios within each repeat: ours by ``generate()``'s and by every other system's decode speed."""
     runs = found.runs
@@ -38,6 +57,9 @@ def comparisons(found: Measurement) -> dict[str, Interval]:
         "retention": _by(_retentions(ours), _retentions(theirs)),
         "first_token_time": _by([run.times.ttft_s for run in ours], [run.times.ttft_s for run in theirs]),
     }
+    if ONE_PROCESS in runs:
+        result["two_nodes_by_one_process"] = _by(_speeds(ours), _speeds(runs[ONE_PROCESS]))
+        result["one_process_by_generate"] = _by(_speeds(runs[ONE_PROCESS]), _speeds(theirs))
     if ONE_NODE in runs:
         result["two_nodes_by_one_node"] = _by(_speeds(ours), _speeds(runs[ONE_NODE]))
         result["one_node_by_generate"] = _by(_speeds(runs[ONE_NODE]), _speeds(theirs))
@@ -66,11 +88,11 @@ def document(found: Measurement) -> dict[str, Any]:
         "seconds": round(found.seconds, 1),
         "systems": {
             name: {
-                "ttft_s": Spread.of(run.times.ttft_s for run in runs).to_json(),
-                "tokens_per_s": Spread.of(run.times.tokens_per_s for run in runs).to_json(),
-                "first_window": Spread.of(run.times.first_window for run in runs).to_json(),
-                "last_window": Spread.of(run.times.last_window for run in runs).to_json(),
-                "retention": Spread.of(run.times.retention for run in runs).to_json(),
+                "ttft_s": Interval.of(run.times.ttft_s for run in runs).to_json(),
+                "tokens_per_s": Interval.of(run.times.tokens_per_s for run in runs).to_json(),
+                "first_window": Interval.of(run.times.first_window for run in runs).to_json(),
+                "last_window": Interval.of(run.times.last_window for run in runs).to_json(),
+                "retention": Interval.of(run.times.retention for run in runs).to_json(),
                 "peak_rss": found.peak_rss[name],
                 "same_tokens_as_generate": [
                     agreement(run.tokens, other.tokens) for run, other in zip(runs, theirs, strict=True)
@@ -84,7 +106,9 @@ def document(found: Measurement) -> dict[str, Any]:
         },
         "ratios": {name: spread.to_json() for name, spread in comparisons(found).items()},
         "targets": targets(found),
+        "verdicts": {key: verdict.to_json() for key, verdict in verdicts(found).items()},
         "absent": found.absent,
+        "busy_elsewhere": max(run.facts["busy_elsewhere"] for runs in found.runs.values() for run in runs),
     }
 
 

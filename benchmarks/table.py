@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.busy import QUIET_CORES
-from benchmarks.figures import WINDOW, Spread, agreement
-from benchmarks.measurement import GENERATE, TWO_NODES, Measurement
-from benchmarks.summary import comparisons, targets, window_medians
+from benchmarks.figures import WINDOW, Interval, Spread, agreement
+from benchmarks.generate import GENERATE
+from benchmarks.measurement import Measurement
+from benchmarks.summary import NAMED, comparisons, verdicts, window_medians
 
 MEGA = 10**6
 
@@ -32,7 +33,8 @@ def _speeds(found: Measurement) -> Table:
     plan, facts = found.plan, found.facts
     table = Table(
         title=f"{found.model.title}, {plan.dtype}, {plan.threads} threads, {plan.device}",
-        caption=f"median (least-greatest) of {plan.repeats} repeats; {found.prompt_tokens} prompt tokens, "
+        caption=f"median (interval of confidence {Interval.of([0.0] * plan.repeats).confidence:.2f}) of "
+        f"{plan.repeats} repeats; {found.prompt_tokens} prompt tokens, "
         f"{plan.new_tokens} new ones; torch {facts['torch']}, transformers {facts['transformers']}, "
         f"{facts['cores']} cores, load {facts['load_before']} before the start",
     )
@@ -52,11 +54,11 @@ def _speeds(found: Measurement) -> Table:
         same = [agreement(run.tokens, other.tokens) for run, other in zip(runs, found.runs[GENERATE], strict=True)]
         table.add_row(
             name,
-            Spread.of(run.times.ttft_s for run in runs).shown(3),
-            Spread.of(run.times.tokens_per_s for run in runs).shown(),
-            Spread.of(run.times.first_window for run in runs).shown(),
-            Spread.of(run.times.last_window for run in runs).shown(),
-            Spread.of(run.times.retention for run in runs).shown(3),
+            Interval.of(run.times.ttft_s for run in runs).brief(3),
+            Interval.of(run.times.tokens_per_s for run in runs).brief(1),
+            Interval.of(run.times.first_window for run in runs).brief(1),
+            Interval.of(run.times.last_window for run in runs).brief(1),
+            Interval.of(run.times.retention for run in runs).brief(),
             str(min(same)) if all(run.tokens for run in runs) else "not told",
             Spread.of(run.facts["busy_cores"] for run in runs).shown(),
         )
@@ -117,17 +119,11 @@ def _memory(found: Measurement) -> Table:
 
 
 def _verdicts(found: Measurement) -> list[str]:
-    named = {
-        "decode_speed": f"decode speed of {TWO_NODES}, by {GENERATE}'s",
-        "retention": f"kept from the first {WINDOW} to the last, by what {GENERATE} keeps",
-    }
-    asked = targets(found)
-    lines = []
-    for key, interval in comparisons(found).items():
-        line = f"{named.get(key, key.replace('_', ' '))}: {interval.shown(3)}"
-        if key in asked:
-            line += f"; asked: {asked[key]}: {'reached' if interval.at_least(asked[key]) else 'MISSED'}"
-        lines.append(line)
+    asked = verdicts(found)
+    lines = [
+        asked[key].shown() if key in asked else f"{NAMED.get(key, key.replace('_', ' '))}: {interval.shown(3)}"
+        for key, interval in comparisons(found).items()
+    ]
     lines += [f"not measured: {name}: {reason}" for name, reason in found.absent.items()]
     elsewhere = max(run.facts["busy_elsewhere"] for runs in found.runs.values() for run in runs)
     if elsewhere > QUIET_CORES:

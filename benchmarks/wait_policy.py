@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -20,9 +19,10 @@ from rich.table import Table
 
 from benchmarks import environment
 from benchmarks.busy import QUIET_CORES, BusyWatch
+from benchmarks.environment import begin
 from benchmarks.figures import Spread, ratios
-from benchmarks.generate import generate_system
-from benchmarks.measurement import GENERATE, WARM_UP_TOKENS
+from benchmarks.generate import GENERATE, generate_system
+from benchmarks.measurement import WARM_UP_TOKENS
 from benchmarks.mesh_processes import NodeOptions, default_threads, mesh_processes
 from benchmarks.mesh_system import mesh_system
 from benchmarks.models import MODELS, prepare
@@ -44,7 +44,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         for policy in arguments.policies.split(","):
             options = NodeOptions(arguments.dtype, threads, wait_policy=policy)
             console.print(f"starting two nodes: {policy} {options.environment(len(model.splits))}", style="dim")
-            mesh = running.enter_context(mesh_processes(prepared.model, model.splits, options, gateway=False))
+            mesh = running.enter_context(mesh_processes(prepared.model, model.splits, options))
             systems[policy] = await running.enter_async_context(mesh_system(policy, prepared.name, mesh))
         for system in systems.values():
             await system.run(prepared.prompt, WARM_UP_TOKENS)
@@ -105,7 +105,7 @@ def print_table(runs: dict[str, list[Run]], arguments: argparse.Namespace, conso
 
 
 def main() -> None:
-    """Measure, and write a table to standard error and a JSON line to standard output."""
+    """Measure, and write a table to standard error, and keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wait_policy", description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="default: %(default)s")
     parser.add_argument("--policies", default=POLICIES, help="with commas (default: %(default)s)")
@@ -121,7 +121,7 @@ def main() -> None:
             NodeOptions(arguments.dtype, arguments.threads, wait_policy=policy).environment(2)
     except ValueError as error:
         parser.error(str(error))
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+    console = begin()
     runs = asyncio.run(measure(arguments, console))
     print_table(runs, arguments, console)
     publish(f"wait-policy-{arguments.model}", document(runs, arguments))

@@ -89,7 +89,7 @@ EXCUSES: dict[str, str] = {
     "test_makefile.py",
     "make test": "is what runs the quick tests",
     "make bench": _BENCHMARK,
-    'make bench ARGS="--models smollm2"': _BENCHMARK,
+    'make bench ARGS="--only 1,2"': _BENCHMARK,
     'make bench ARGS="--peers"': _BENCHMARK,
     "make gpu-check": "needs a CUDA device, and says so where there is none",
     "meshnet node Qwen/Qwen3-4B --layers auto --host 0.0.0.0 --device cuda:1": "needs two CUDA devices",

@@ -12,12 +12,13 @@ from meshnet_core.layer_range import LayerRange
 
 
 def test_without_options_all_models_are_measured_as_documented() -> None:
-    keys, plan, peers = parse([])
+    keys, plan, peers, kept = parse([])
     assert peers is None
 
     assert keys == ["smollm2", "qwen2-0.5b", "qwen3.5-moe"]
     assert (plan.new_tokens, plan.repeats, plan.dtype) == (512, 3, "bfloat16")
     assert plan.stateless_lengths == (0, 100, 200, 400)
+    assert (kept.name, kept.json) == ("MODEL", False)
 
 
 @pytest.mark.parametrize(
