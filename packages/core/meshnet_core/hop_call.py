@@ -100,6 +100,10 @@ class HopCall:
                 hop_index=self.hop_index,
             )
 
+    def refused(self, answer: bytes, boot: str | None) -> MeshnetError:
+        """The error in an answer that is known to be a refusal."""
+        return self.refusal(answer, boot, f"a refusal from {self}: {answer[:120].decode(errors='replace')}")
+
     def refusal(self, answer: bytes, boot: str | None, text: str) -> MeshnetError:
         """The error in an answer, told whose it is; ``text`` is quoted where it holds none of ours."""
         try:

@@ -13,6 +13,8 @@ All numbers are little-endian; ``length`` counts the bytes after it. The contrac
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from meshnet_core.errors import (
@@ -126,6 +128,7 @@ def _check_front(message: Body, protocols: range) -> None:
         raise BadFrameError(f"a frame of {len(message)} bytes; its head alone is {_FRAME.size}")
 
 
+@lru_cache(maxsize=1024)  # each of a session's frames names it
 def _session(named: bytes) -> str:
     try:
         return check_id(named.decode("ascii", "replace"), "the session")
@@ -135,17 +138,23 @@ def _session(named: bytes) -> str:
 
 def encode_reply(reply: FrameReply, request: int) -> bytes:
     """The answer to frame ``request``: token ids and timings in binary, whatever else it has as JSON after them."""
-    more = reply.to_wire()
-    position, tokens, rows = more.pop("position"), more.pop("tokens"), more.pop("timings")
-    if any(len(token) > 1 for token in tokens):
-        more["tokens"] = [{key: value for key, value in token.items() if key != "id"} for token in tokens]
-    parts = [struct.pack(f"<{len(tokens)}I", *(token["id"] for token in tokens))]
-    for hop_index, *times, sent in rows:
-        parts.append(_TIMING.pack(hop_index, *(min(_MAX_U32, round(1000 * ms)) for ms in times), min(_MAX_U32, sent)))
+    tokens, rows = reply.tokens, reply.timings
+    more: dict[str, Any] = {"draining": reply.draining} if reply.draining else {}
+    if any(token.logprob is not None for token in tokens):
+        beside = [token.to_wire() for token in tokens]
+        more["tokens"] = [{key: value for key, value in token.items() if key != "id"} for token in beside]
+    parts = [struct.pack(f"<{len(tokens)}I", *(token.id for token in tokens)), *map(_timing_bytes, rows)]
     if more:
         parts.append(encode_json(more))
     length = _REPLY.size - 4 + sum(map(len, parts))
-    return b"".join((_REPLY.pack(length, REPLY, 0, len(tokens), request, position, len(rows), 0), *parts))
+    return b"".join((_REPLY.pack(length, REPLY, 0, len(tokens), request, reply.position, len(rows), 0), *parts))
+
+
+def _timing_bytes(timing: HopTiming) -> bytes:
+    times = (timing.queue_ms, timing.forward_ms, timing.sample_ms, timing.total_ms)
+    return _TIMING.pack(
+        timing.hop_index, *(min(_MAX_U32, round(1000 * ms)) for ms in times), min(_MAX_U32, timing.sent_bytes)
+    )
 
 
 def encode_refusal(error: MeshnetError, request: int) -> bytes:
@@ -154,8 +163,12 @@ def encode_refusal(error: MeshnetError, request: int) -> bytes:
     return _REFUSAL.pack(_REFUSAL.size - 4 + len(document), REFUSAL, 0, 0, request) + document
 
 
-def decode_answer(message: Body) -> tuple[int, FrameReply | bytes]:
+def decode_answer(message: Body, boot: str = "") -> tuple[int, FrameReply | bytes]:
     """A whole message that answers a frame: its request number, and the reply or a refusal's JSON.
+
+    Args:
+        message: length included.
+        boot: boot id of who answers, for the reply.
 
     Raises:
         HopFailedError: it is neither.
@@ -173,8 +186,9 @@ def decode_answer(message: Body) -> tuple[int, FrameReply | bytes]:
     ids = struct.unpack_from(f"<{token_count}I", message, _REPLY.size)
     rows = _TIMING.iter_unpack(message[timings_at:more_at])
     if more_at == len(message):
-        return request, FrameReply(position, tuple(map(SampledToken, ids)), tuple(map(_timing, rows)))
-    return request, _with_more(message[more_at:], position, ids, tuple(map(_timing, rows)))
+        return request, FrameReply(position, tuple(map(SampledToken, ids)), tuple(map(_timing, rows)), boot=boot)
+    read = _with_more(message[more_at:], position, ids, tuple(map(_timing, rows)))
+    return request, replace(read, boot=boot)
 
 
 def _with_more(more: Body, position: int, ids: tuple[int, ...], timings: tuple[HopTiming, ...]) -> FrameReply:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
+from functools import partial
 from urllib.parse import urlsplit
 
 from meshnet_core.errors import BadFrameError, HopFailedError, MeshnetError, RateLimitedError, error_from_wire
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.http_codec import BOOT, decode_json
+from meshnet_core.settle import settle
 from meshnet_core.stream_codec import (
     CONNECTION,
     MAX_REQUEST,
@@ -40,6 +43,10 @@ class StreamLostError(Exception):
         self.unreadable = unreadable
 
 
+# Is told, in the event loop, the reply to a frame, the JSON of its refusal, or that none can come any more.
+Answered = Callable[[FrameReply | bytes | StreamLostError], None]
+
+
 class StreamConnection(asyncio.Protocol):
     """One connection to one hop; made by :func:`dial`.
 
@@ -58,7 +65,7 @@ class StreamConnection(asyncio.Protocol):
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._answer = bytearray()  # to the upgrade
         self._messages: MessageBuffer | None = None  # once it is a stream
-        self._pending: dict[int, asyncio.Future[FrameReply | bytes]] = {}
+        self._pending: dict[int, Answered] = {}
         self._last = CONNECTION
         self._said = ""  # why the hop reads no more
         self._unreadable = False
@@ -87,19 +94,35 @@ class StreamConnection(asyncio.Protocol):
         """
         while self._writable is not None:
             await asyncio.shield(self._writable)
-        if self._transport is None:
-            raise StreamLostError(self._said or "the connection was closed")
-        self._last = self._last % MAX_REQUEST + 1
-        request = self._last
-        message = encode_frame(frame, request, deadline_ms)
         answer: asyncio.Future[FrameReply | bytes] = self._loop.create_future()
-        self._pending[request] = answer
-        self.used_at = self._loop.time()
-        self._transport.write(message)
+        request = self.send(frame, deadline_ms, partial(settle, answer))
         try:
             return await answer
         finally:
-            self._pending.pop(request, None)
+            self.forget(request)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has served, is to serve on, and takes a frame at once."""
+        return self.served and not self.retired and self._writable is None and self._transport is not None
+
+    def send(self, frame: Frame, deadline_ms: int, answered: Answered) -> int:
+        """Send a frame over a connection that is there; its request number. ``answered`` is told once what came.
+
+        Raises:
+            StreamLostError: the connection has ended.
+        """
+        if self._transport is None:
+            raise StreamLostError(self._said or "the connection was closed")
+        request = self._last = self._last % MAX_REQUEST + 1
+        self._pending[request] = answered
+        self._transport.write(encode_frame(frame, request, deadline_ms))
+        self.used_at = self._loop.time()
+        return request
+
+    def forget(self, request: int) -> None:
+        """Nobody waits for the answer to a frame any more, if it has not come. The frame is where it is."""
+        if self._pending.pop(request, None) is not None:
             self._close_if_done()
 
     def retire(self) -> None:
@@ -129,7 +152,7 @@ class StreamConnection(asyncio.Protocol):
         self._messages.feed(data)
         try:
             while (message := self._messages.take()) is not None:
-                self._answered(*decode_answer(message))
+                self._answered(*decode_answer(message, self.boot))
         except MeshnetError as error:
             self._said, self._unreadable = error.message, True
             self.close()
@@ -143,9 +166,9 @@ class StreamConnection(asyncio.Protocol):
         if not self._opened.done():
             self._opened.set_exception(lost)
             self._opened.exception()  # nobody may be waiting for it
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(lost)
+        pending, self._pending = self._pending, {}
+        for answered in pending.values():
+            answered(lost)
 
     def pause_writing(self) -> None:
         self._writable = self._loop.create_future()
@@ -184,13 +207,13 @@ class StreamConnection(asyncio.Protocol):
             self._said = f"the hop reads no more on it: {said}"
             self.retire()
             return
-        waiting = self._pending.get(request)
-        if waiting is None:
-            if request > self._last:
-                raise HopFailedError(f"an answer to request {request}, which was not made")
-            return  # whoever asked has left
-        if not waiting.done():
-            waiting.set_result(answer)
+        answered = self._pending.pop(request, None)
+        if answered is not None:
+            answered(answer)
+            self._close_if_done()
+        elif request > self._last:
+            raise HopFailedError(f"an answer to request {request}, which was not made")
+        # Else whoever asked has left.
 
     def _close_if_done(self) -> None:
         if self.retired and not self._pending:

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from meshnet_core.clock import Clock
 from meshnet_core.connection_words import connection_words
-from meshnet_core.errors import DeadlineError, HopFailedError, HopUnreachableError
+from meshnet_core.errors import DeadlineError, HopUnreachableError
 from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
 from meshnet_core.hop_call import HopCall, Reuse
 from meshnet_core.http_transport import CONNECT_TIMEOUT_S, KEEPALIVE_S, HttpTransport
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.prefix import Mark
+from meshnet_core.settle import settle
 from meshnet_core.stream_connection import NoStreamError, StreamConnection, StreamLostError, dial
+from meshnet_core.stream_sending import StreamSending, lost_error, stream_call
+from meshnet_core.transport import FrameAnswered
 from meshnet_core.wire_form import WireForm
 
 POSTS_S = 60.0  # how long a hop that spoke no stream is sent posts before it is asked again: it may be upgraded
@@ -72,7 +77,26 @@ class StreamTransport:
     async def forward(self, url: str, frame: Frame) -> FrameReply:
         if url in self._posts_until and self._clock.now() < self._posts_until[url]:
             return await self._http.forward(url, frame)
-        call = HopCall("GET", url, "/hop/stream", frame.deadline_ms / 1000, frame.hop_index)
+        answer: asyncio.Future[FrameReply] = asyncio.get_running_loop().create_future()
+        forget = self.send(url, frame, partial(settle, answer))
+        if forget is None:
+            return await self._patiently(url, frame)
+        try:
+            return await answer
+        finally:
+            forget()
+
+    def send(self, url: str, frame: Frame, answered: FrameAnswered) -> Callable[[], None] | None:
+        """See `meshnet_core.transport.PromptTransport`: where a stream to the hop has served, and can be written on."""
+        way = (url, len(frame.body) >= LARGE_BYTES)
+        stream = self._streams.get(way)
+        if stream is None or not stream.ready:
+            return None
+        return StreamSending(stream, url, frame, answered, self._patiently, lambda: self._was_in_vain(way)).forget
+
+    async def _patiently(self, url: str, frame: Frame) -> FrameReply:
+        """The reply to a frame, whatever comes before it: a connection made, or made again, or posts instead."""
+        call = stream_call(url, frame)
         way = (url, len(frame.body) >= LARGE_BYTES)
         began = self._clock.now()
 
@@ -89,9 +113,14 @@ class StreamTransport:
             left_ms = frame.deadline_ms - round(1000 * (now - began))
             return await self._http.forward(url, replace(frame, deadline_ms=max(1, left_ms)))
         except DeadlineError as error:
-            if isinstance(error.__cause__, TimeoutError) and way in self._streams:
-                self._retire(self._streams.pop(way))  # on a connection where one waited in vain others might too
+            if isinstance(error.__cause__, TimeoutError):
+                self._was_in_vain(way)
             raise
+
+    def _was_in_vain(self, way: _Way) -> None:
+        """On a connection where one frame waited in vain others might too."""
+        if way in self._streams:
+            self._retire(self._streams.pop(way))
 
     async def close(self) -> None:
         """Close every connection; calls made later find no hop. Idempotent."""
@@ -117,17 +146,14 @@ class StreamTransport:
             reuse.connection = stream.served
             answer = await stream.exchange(frame, max(0, round(left_s * 1000)))
         except StreamLostError as error:
-            if error.unreadable:
-                raise HopFailedError(f"{call}: {error}", hop_index=call.hop_index) from error
-            raise HopUnreachableError(f"{call} cannot be reached: {error}", hop_index=call.hop_index) from error
+            raise lost_error(call, error) from error
         except (OSError, ValueError) as error:
             raise HopUnreachableError(
                 f"{call} cannot be reached: {connection_words(error)}", hop_index=call.hop_index
             ) from error
         if isinstance(answer, bytes):
-            text = f"a refusal from {call}: {answer[:120].decode(errors='replace')}"
-            raise call.refusal(answer, stream.boot, text)
-        return replace(answer, boot=stream.boot)
+            raise call.refused(answer, stream.boot)
+        return answer
 
     async def _new_stream(self, call: HopCall, way: _Way) -> StreamConnection:
         """A connection for ``way``, made once for all who ask meanwhile; one who leaves does not end it for others."""

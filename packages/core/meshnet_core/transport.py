@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from meshnet_core.errors import DeadlineError, HopUnreachableError
 from meshnet_core.frames import Frame, FrameReply
@@ -48,6 +48,36 @@ class HopTransport(Protocol):
     ) -> int: ...
 
     async def probe(self, url: str, session: str | None) -> ProbeReply: ...
+
+
+FrameAnswered = Callable[[FrameReply | Exception], None]
+"""Is told, in the event loop, the reply to a frame or why there is none."""
+
+
+@runtime_checkable
+class PromptEndpoint(HopEndpoint, Protocol):
+    """An endpoint that can begin on a frame at once, where nothing stands against it."""
+
+    def begin(self, frame: Frame, answered: FrameAnswered) -> bool:
+        """Begin on a frame, if that needs no waiting and nothing is wrong with it; whether that was so.
+
+        As `forward` but without a task, which costs a decode step more than it needs: ``answered`` is told once what
+        `forward` would return or raise. Where it is False nothing has changed, and `forward` is to be asked.
+        """
+        ...
+
+
+@runtime_checkable
+class PromptTransport(HopTransport, Protocol):
+    """A transport that can send a frame at once, where a connection is there."""
+
+    def send(self, url: str, frame: Frame, answered: FrameAnswered) -> Callable[[], None] | None:
+        """Send a frame, if that needs no waiting; None where it does, and `forward` is to be asked.
+
+        ``answered`` is told once what `forward` would return or raise, unless what is returned here was called before:
+        then nobody waits for the answer any more.
+        """
+        ...
 
 
 class InProcessTransport:

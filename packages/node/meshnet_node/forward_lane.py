@@ -12,11 +12,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 
+from meshnet_core.settle import settle
 from meshnet_node.lane_schedule import LaneSchedule, Taken, is_step
 from meshnet_node.model_backend import ShardBackend, ShardResult, ShardWork
 
@@ -36,13 +39,17 @@ class LaneTiming:
     finish_s: float
 
 
+# What the caller made of a frame's result, and its timing; or what was raised; None for one that was withdrawn.
+LaneOutcome = tuple[T, LaneTiming] | Exception | None
+
+
 @dataclass(slots=True)
 class _Job(Generic[T]):
     backend: ShardBackend
     work: ShardWork
     finish: Callable[[ShardResult], T]
     loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[tuple[T, LaneTiming]]
+    told: Callable[[LaneOutcome[T]], None]
     queued_at: float
     hops: int = 1
     batch: Hashable | None = field(init=False)
@@ -99,23 +106,10 @@ class _Job(Generic[T]):
             return result
         return replace(result, hidden=memoryview(b"".join(self.hidden)))
 
-    def settle(self, value: tuple[T, LaneTiming] | Exception | None) -> None:
-        """Hand the outcome to the loop that waits for it, None for a cancel; a loop that is gone has nobody to tell."""
-
-        def hand_over() -> None:
-            if self.future.done():
-                return
-            if value is None:
-                self.future.cancel()
-            elif isinstance(value, Exception):
-                self.future.set_exception(value)
-            else:
-                self.future.set_result(value)
-
-        try:
-            self.loop.call_soon_threadsafe(hand_over)
-        except RuntimeError:
-            return
+    def settle(self, value: LaneOutcome[T]) -> None:
+        """Hand the outcome to the loop that waits for it; a loop that is gone has nobody to tell."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.told, value)
 
 
 class ForwardLane:
@@ -161,6 +155,26 @@ class ForwardLane:
     def submit(
         self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T], *, hops: int = 1
     ) -> asyncio.Future[tuple[T, LaneTiming]]:
+        """As :meth:`hand`, for one who awaits the outcome.
+
+        The future has what ``finish`` returned, or what it or the backend raised; it is cancelled where the frame was
+        withdrawn, or the lane closed before it ran. Cancelling it does not take the frame along, which then runs for
+        nobody.
+        """
+        future: asyncio.Future[tuple[T, LaneTiming]] = asyncio.get_running_loop().create_future()
+        self.hand(turn, backend, work, finish, partial(settle, future), hops=hops)
+        return future
+
+    def hand(
+        self,
+        turn: object,
+        backend: ShardBackend,
+        work: ShardWork,
+        finish: Callable[[ShardResult], T],
+        told: Callable[[LaneOutcome[T]], None],
+        *,
+        hops: int = 1,
+    ) -> None:
         """Run ``work`` when it is ``turn``'s turn, then ``finish`` on its result, both on the lane's thread.
 
         Args:
@@ -168,20 +182,15 @@ class ForwardLane:
             backend: the shard to run on.
             work: the frame.
             finish: what turns the shard's result into the caller's (sampling, say).
+            told: is called once, in the running event loop, with what became of it.
             hops: of the session's route: so many batches of such sessions can be under way at once.
-
-        The future has what ``finish`` returned, or what it or the backend raised; it is cancelled where the frame was
-        withdrawn, or the lane closed before it ran. Cancelling it does not take the frame along, which then runs for
-        nobody.
         """
-        loop = asyncio.get_running_loop()
-        job: _Job[T] = _Job(backend, work, finish, loop, loop.create_future(), self._now(), hops)
+        job: _Job[T] = _Job(backend, work, finish, asyncio.get_running_loop(), told, self._now(), hops)
         with self._ready:
             if self._closed:
                 raise RuntimeError("the forward lane is closed")
             self._schedule.put(turn, job, self._now())  # type: ignore[arg-type]
             self._ready.notify()
-        return job.future
 
     async def run(
         self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T], *, hops: int = 1
@@ -283,7 +292,7 @@ class ForwardLane:
         queue_s = max(0.0, ended - job.queued_at - job.forward_s)
         self._settle(turn, job, (value, LaneTiming(queue_s, job.forward_s, self._now() - finishing)))
 
-    def _settle(self, turn: object, job: _Job[object], value: tuple[object, LaneTiming] | Exception | None) -> None:
+    def _settle(self, turn: object, job: _Job[object], value: LaneOutcome[object]) -> None:
         """Tell the outcome of a frame that ran; who hears of it finds the lane through with it."""
         with self._ready:
             self._running.pop(turn, None)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from meshnet_core.clock import Clock
 from meshnet_core.errors import (
@@ -25,41 +23,23 @@ from meshnet_core.errors import (
     MeshnetError,
     MissReason,
 )
-from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
+from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.link_times import LinkTimes
-from meshnet_core.sampling import SampledToken, SamplingParams
+from meshnet_core.settle import settle
 from meshnet_core.transport import HopTransport
-from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey
-from meshnet_node.forward_lane import ForwardLane, LaneTiming
+from meshnet_node.cache_store import CacheStore, SessionKey
+from meshnet_node.forward_lane import LaneTiming
 from meshnet_node.frame_delivery import FrameDelivery
 from meshnet_node.hop_session import FrameKey, HopSession, Outcome, Run
-from meshnet_node.model_backend import ForwardCancelledError, ShardResult, ShardWork
-from meshnet_node.prefix_use import PrefixUse, copy_of
-from meshnet_node.session_state import SessionState
+from meshnet_node.model_backend import ForwardCancelledError
+from meshnet_node.own_layers import OwnLayers, Ran
+from meshnet_node.prompt_runs import PromptRuns, gone, not_done, run_limit, too_late
 from meshnet_node.settled import settled
 
 logger = logging.getLogger(__name__)
 
-_Ran = tuple[ShardResult, tuple[SampledToken, ...], SessionState | None]  # with a copy of the state to hold on, if any
-
 MAX_QUEUED_FRAMES = 4  # of one session at one hop; the sender waits beyond that
 EARLY_HOLD_S = 10.0  # how long a frame waits for the one before it
-RUN_DEADLINES = 2  # a frame may run for this many of its steps' deadlines: one that was busy is asked for once more
-
-
-class SampleFunction(Protocol):
-    """`meshnet_node.sampler.sample` is one."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        params: SamplingParams,
-        history: Sequence[int],
-        prompt_length: int,
-        position: int,
-        allowed: torch.Tensor | None = None,
-        /,
-    ) -> SampledToken: ...
 
 
 def is_acknowledged(frame: Frame, session: HopSession) -> bool:
@@ -75,38 +55,35 @@ class FrameRuns:
     """Runs frames of the sessions in ``store``.
 
     Args:
-        store: leases the sessions.
-        prefixes: what sessions begin from, and leave to others.
-        lane: runs the frames.
+        store: where the sessions are.
+        own: runs frames on the own layers.
         transport: reaches the next hops.
-        sample: chooses tokens at the tail.
         clock: for deadlines.
         is_draining: whether replies say that this hop's node is about to leave.
         links: take in how long posts to the next hops took.
+
+    Attributes:
+        prompt: runs those frames that need not wait for anything.
     """
 
     def __init__(
         self,
         *,
         store: CacheStore[HopSession],
-        prefixes: PrefixUse,
-        lane: ForwardLane,
+        own: OwnLayers,
         transport: HopTransport,
-        sample: SampleFunction,
         clock: Clock,
         is_draining: Callable[[], bool],
         links: LinkTimes,
     ) -> None:
         self._store = store
-        self._prefixes = prefixes
-        self._lane = lane
-        self._sample = sample
+        self._own = own
         self._clock = clock
         self._delivery = FrameDelivery(
             transport=transport, clock=clock, is_draining=is_draining, links=links, keep=self._keep
         )
-        self._background: set[asyncio.Task[Any]] = set()
-        self._lane_left = asyncio.Event()  # set and replaced whenever a frame has left the lane, and its lease ended
+        self._background: set[asyncio.Future[Any]] = set()
+        self.prompt = PromptRuns(store=store, own=own, delivery=self._delivery, clock=clock, keep=self._keep)
 
     async def close(self) -> None:
         """Cancel what still runs, and wait for it."""
@@ -166,12 +143,12 @@ class FrameRuns:
     ) -> FrameReply:
         """Run the frame on the own layers, then hand it on. Whatever goes wrong here costs the state."""
         try:
-            limit = arrived + RUN_DEADLINES * session.document.step_deadline_ms / 1000
-            outcome = await self._run_own_layers(key, session, frame, max(deadline, limit))
+            limit = max(deadline, run_limit(session, arrived))
+            outcome = await self._run_own_layers(key, session, frame, limit)
         except BaseException as error:
             self._store.drop_held(key, session, MissReason.FAILED)
             if isinstance(error, ForwardCancelledError):
-                raise self._gone(key, frame.epoch) from error
+                raise gone(self._store, key, frame.epoch) from error
             raise
         run = session.runs[frame_key]
         run.undelivered = None if outcome.hidden is None else outcome
@@ -186,98 +163,24 @@ class FrameRuns:
             raise
 
     async def _run_own_layers(self, key: SessionKey, session: HopSession, frame: Frame, deadline: float) -> Outcome:
-        shard, start = session.shard, frame.start_layer
-        work = ShardWork(
-            start=start,
-            state=session.state,
-            position=frame.position,
-            seq_len=frame.seq_len,
-            payload=frame.body,
-            wire_dtype=session.document.wire_dtype,
-            sample=frame.sample if session.is_tail else 0,
-            verify=frame.phase is Phase.VERIFY,
-            cancelled=lambda: session.cancelled,
-            exact=session.document.exact,
-        )
-
-        end = frame.position + frame.seq_len
-        copied = self._prefixes.wants_copy(session, end)
-
-        def finish(result: ShardResult) -> _Ran:
-            tokens: tuple[SampledToken, ...] = ()
-            if result.logits is not None:
-                tokens = self._sampled(session, frame, result.logits)
-            session.measure_state()
-            return result, tokens, copy_of(session.state) if copied else None
-
-        turn = (key, frame.epoch)
-
-        too_late = DeadlineError(
-            f"layers {session.document.hop.layers} did not finish the frame at position {frame.position} in "
-            f"{RUN_DEADLINES} deadlines of a step"
-        )
+        late = too_late(session, frame)
+        on_lane: asyncio.Future[tuple[Ran, LaneTiming]] = asyncio.get_running_loop().create_future()
+        # An error of it is for the run, which may have gone before.
+        on_lane.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         with ExitStack() as leases:
             try:
                 async with asyncio.timeout(max(0.0, deadline - self._clock.now())), session.entering:
-                    await self._lease(leases, key, session, frame)
-                    begun = replace(work, held=leases.enter_context(self._prefixes.begun_from(session, frame)))
+                    await self._own.leased(leases, key, session, frame)
             except TimeoutError as error:
-                raise too_late from error
-            on_lane = self._lane.submit(turn, shard.backend, begun, finish, hops=len(session.document.route.hops))
-            # The session stays leased until the lane is through, though nobody may wait for that any more.
-            on_lane.add_done_callback(partial(self._through, session, leases.pop_all()))
+                raise late from error
+            self._own.hand(leases.pop_all(), key, session, frame, partial(settle, on_lane))
         try:
             if not await settled(on_lane, max(0.0, deadline - self._clock.now())):
-                raise too_late
+                raise late
         finally:
             if not on_lane.done():  # whatever ends this wait ends the session: its frames need not run
-                self._lane.withdraw(turn)
-        (result, tokens, _), timing = on_lane.result()
-        if frame.phase is not Phase.VERIFY:  # neither a step nor a chunk
-            shard.measure(
-                len(session.document.hop.layers),
-                frame.seq_len,
-                decode=frame.phase is Phase.DECODE,
-                forward_s=timing.forward_s,
-                now=self._clock.now(),
-            )
-        hop_timing = HopTiming(
-            frame.hop_index,
-            queue_ms=1000 * timing.queue_s,
-            forward_ms=1000 * timing.forward_s,
-            sample_ms=1000 * timing.finish_s if tokens else 0.0,
-        )
-        return Outcome(result.hidden, tokens, hop_timing)
-
-    def _sampled(self, session: HopSession, frame: Frame, logits: torch.Tensor) -> tuple[SampledToken, ...]:
-        """The tokens after the last positions of the frame, ``logits`` ``[frame.sample, vocab]``.
-
-        Each is chosen as the step of its own would choose it: by the same draw, and with the tokens before it as
-        history, by which alone the history grows. So a draft is right if it is that token, and after the first that is
-        not there is nothing to choose: what came before its position was another text.
-        """
-        if len(session.history) != frame.known:
-            raise CacheMissError(
-                f"the tail knows {len(session.history)} token ids, the frame goes on after {frame.known}",
-                reason=MissReason.POSITION_MISMATCH,
-            )
-        tokens: list[SampledToken] = []
-        for row, draft in zip(logits, (*frame.draft, None), strict=True):
-            token = self._sample_next(session, row)
-            tokens.append(token)
-            if token.id != draft:
-                break
-        return tuple(tokens)
-
-    def _sample_next(self, session: HopSession, logits: torch.Tensor) -> SampledToken:
-        """The token after all that are known; the history grows by it, so that penalties see it."""
-        params, prompt_length = session.document.sampling, session.document.prompt_length
-        allowed = None
-        if session.constraint is not None:
-            allowed = session.constraint.allowed(session.history[prompt_length:], logits.device)
-        token = self._sample(logits, params, session.history, prompt_length, len(session.history), allowed)
-        session.history.append(token.id)
-        return token
+                self._own.withdraw(key, frame.epoch)
+        return self._own.outcome(session, frame, *on_lane.result())
 
     async def outcome_of(self, run: Run, key: SessionKey, frame: Frame, arrived: float) -> FrameReply:
         """Wait for a run without owning it: a caller that leaves, or whose time is up, does not take the run along.
@@ -286,52 +189,26 @@ class FrameRuns:
         """
         task = run.task
         if not await settled(task, max(0.0, arrived + frame.deadline_ms / 1000 - self._clock.now())):
-            raise DeadlineError(f"the frame at position {frame.position} is not done after {frame.deadline_ms} ms")
+            raise not_done(frame)
         if task.cancelled():
-            raise self._gone(key, frame.epoch)
+            raise gone(self._store, key, frame.epoch)
         return task.result()
 
-    def _gone(self, key: SessionKey, epoch: int) -> CacheMissError:
-        """The miss of a frame whose session left the store while it ran."""
-        try:
-            self._store.require(key, epoch)
-        except CacheMissError as miss:
-            return miss
-        return CacheMissError(f"a frame of session {key.session} was cancelled", reason=MissReason.FAILED)
-
-    async def _lease(self, leases: ExitStack, key: SessionKey, session: HopSession, frame: Frame) -> None:
-        """Lease the session for a frame, as soon as there is room for it to grow."""
-        end = frame.position + frame.seq_len
-        room = session.room(end) + (session.snapshot_room(end) if frame.phase is Phase.VERIFY else 0)
-        while True:
-            try:
-                leases.enter_context(self._store.lease(key, frame.epoch, room))
-            except RoomAwaitedError:
-                await self._lane_left.wait()
-            else:
-                return
-
-    def _through(
-        self, session: HopSession, leases: ExitStack, on_lane: asyncio.Future[tuple[_Ran, LaneTiming]]
-    ) -> None:
-        """The lane is through with a frame; an error of it was for the run, which may have gone before."""
-        error = asyncio.CancelledError() if on_lane.cancelled() else on_lane.exception()
-        try:
-            if error is None and (copy := on_lane.result()[0][2]) is not None:
-                self._prefixes.keep_copy(session, copy)
-        finally:
-            leases.__exit__(None if error is None else type(error), error, None)
-            self._lane_left.set()
-            self._lane_left = asyncio.Event()
-
-    def _keep(self, session: HopSession, task: asyncio.Task[Any]) -> None:
+    def _keep(self, session: HopSession, task: asyncio.Future[Any]) -> None:
         self._background.add(task)
 
-        def done(finished: asyncio.Task[Any]) -> None:
+        def done(finished: asyncio.Future[Any]) -> None:
             self._background.discard(finished)
             session.announce()  # one less in flight
             if not finished.cancelled() and (error := finished.exception()) is not None:
                 level = logging.DEBUG if isinstance(error, MeshnetError) else logging.ERROR
-                logger.log(level, "a frame failed: %s", error, exc_info=error if level == logging.ERROR else None)
+                document = session.document
+                logger.log(
+                    level, "a frame failed: %s", error, exc_info=error if level == logging.ERROR else None,
+                    extra={
+                        "session": document.session, "epoch": document.epoch, "hop": document.hop_index,
+                        "route": document.route,
+                    },
+                )  # fmt: skip
 
         task.add_done_callback(done)

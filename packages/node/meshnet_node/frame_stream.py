@@ -7,7 +7,8 @@ nothing, as over HTTP. See ``docs/wire-protocol.md``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -27,8 +28,10 @@ from meshnet_core.stream_codec import (
 MAX_IN_FLIGHT = 256  # frames of one connection; what comes beyond them is not read until some are answered
 LINGER_S = 0.5  # a connection that is read no more is closed this much later, so that the refusal is not lost with it
 
-# Answers a frame, given its request number, with the message that goes back; raises nothing.
-Answer = Callable[[int, Frame], Awaitable[bytes]]
+Send = Callable[[bytes], None]
+# Answers a frame, given its request number, with the message that goes back; or, where it returns None, gives that to
+# the third argument, later or at once. Raises nothing.
+Answer = Callable[[int, Frame, Send], Coroutine[Any, Any, bytes] | None]
 Refused = Callable[[MeshnetError, int], None]
 
 
@@ -66,6 +69,7 @@ class FrameStream(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._messages = MessageBuffer(MAX_HEAD + max_body)
+        self._owed = 0  # answers to frames
         self._tasks: set[asyncio.Task[None]] = set()
         self._bytes_in_flight = 0
         self._deaf = False  # whatever comes is thrown away
@@ -145,21 +149,26 @@ class FrameStream(asyncio.Protocol):
 
     def _begin(self, request: int, frame: Frame) -> None:
         size = len(frame.body)
+        self._owed += 1
         self._bytes_in_flight += size
-        self._active_at = self._loop.time()
-        task = self._loop.create_task(self._answered(request, frame, size))
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+        answer = self._answer(request, frame, partial(self._answered, size))
+        if answer is not None:
+            task = self._loop.create_task(self._awaited(answer, size))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _answered(self, request: int, frame: Frame, size: int) -> None:
+    async def _awaited(self, answer: Coroutine[Any, Any, bytes], size: int) -> None:
+        message = b""
         try:
-            message = await self._answer(request, frame)
-            self._send(message)
+            message = await answer
         finally:
-            self._bytes_in_flight -= size
+            self._answered(size, message)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _answered(self, size: int, message: bytes) -> None:
+        if message:
+            self._send(message)
+        self._owed -= 1
+        self._bytes_in_flight -= size
         self._active_at = self._loop.time()
         if self._full:
             self._take_in()
@@ -181,7 +190,7 @@ class FrameStream(asyncio.Protocol):
     # -- bounds --------------------------------------------------------------------------------------------------------
 
     def _is_full(self) -> bool:
-        self._full = len(self._tasks) >= MAX_IN_FLIGHT or self._bytes_in_flight > self._max_body or self._blocked
+        self._full = self._owed >= MAX_IN_FLIGHT or self._bytes_in_flight > self._max_body or self._blocked
         return self._full
 
     def _read_or_wait(self) -> None:
@@ -214,7 +223,7 @@ class FrameStream(asyncio.Protocol):
 
     def _check_idle(self) -> None:
         left_s = self._active_at + self._idle_s - self._loop.time()
-        busy = bool(self._tasks) or self._late is not None  # a message that is on its way has a limit of its own
+        busy = self._owed > 0 or self._late is not None  # a message that is on its way has a limit of its own
         if busy or left_s > 0:
             self._idle = self._loop.call_later(self._idle_s if busy else left_s, self._check_idle)
         else:
@@ -227,7 +236,7 @@ class FrameStream(asyncio.Protocol):
             (self._transport.abort if unread else self._transport.close)()
 
     def _close_if_done(self) -> None:
-        if self._deaf and not self._tasks and self._transport is not None and not self._transport.is_closing():
+        if self._deaf and not self._owed and self._transport is not None and not self._transport.is_closing():
             self._read_or_wait()
             self._loop.call_later(LINGER_S, self._transport.close)
 

@@ -23,6 +23,7 @@ from meshnet_core.errors import (
     CacheMissError,
     DrainingError,
     HopError,
+    MeshnetError,
     MissReason,
 )
 from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming
@@ -31,14 +32,16 @@ from meshnet_core.link_times import LinkTimes
 from meshnet_core.membership import ShardInfo
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.prefix import Mark
-from meshnet_core.transport import HopTransport
+from meshnet_core.settle import settle
+from meshnet_core.transport import FrameAnswered, HopTransport
 from meshnet_node.cache_store import CacheStore, SessionKey
 from meshnet_node.constraint import Constraint, GrammarCompiler
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.frame_delivery import DOWNSTREAM_MARGIN
-from meshnet_node.frame_runs import FrameRuns, SampleFunction, is_acknowledged
+from meshnet_node.frame_runs import FrameRuns, is_acknowledged
 from meshnet_node.hop_session import HopSession, check_token_ids
 from meshnet_node.marked_errors import MarkedErrors
+from meshnet_node.own_layers import OwnLayers, SampleFunction
 from meshnet_node.prefix_use import PrefixUse
 from meshnet_node.shard_pool import ShardLease, ShardPool
 
@@ -83,10 +86,8 @@ class HopService:
         self._prefixes = PrefixUse(store)
         self._runs = FrameRuns(
             store=store,
-            prefixes=self._prefixes,
-            lane=lane,
+            own=OwnLayers(store, self._prefixes, lane, sample, clock),
             transport=transport,
-            sample=sample,
             clock=clock,
             is_draining=lambda: self.draining,
             links=self.links,
@@ -117,8 +118,36 @@ class HopService:
                 lease.end()
                 raise
 
+    def begin(self, frame: Frame, answered: FrameAnswered) -> bool:
+        """See `meshnet_core.transport.PromptEndpoint`."""
+        arrived = self._clock.now()
+        key = SessionKey(frame.session, frame.hop_index)
+        try:
+            session = self.store.require(key, frame.epoch)
+            session.check(frame)
+        except MeshnetError:
+            return False  # `forward` says what is wrong
+
+        def told(outcome: FrameReply | Exception) -> None:
+            answered(outcome if isinstance(outcome, FrameReply) else self._marked(outcome, frame, session))
+
+        return self._runs.prompt.begin(key, session, frame, arrived, told)
+
+    def _marked(self, error: Exception, frame: Frame, session: HopSession) -> Exception:
+        """An error of a run, as `forward` raises it."""
+        try:
+            with MarkedErrors(frame.hop_index, self.boot, self.misses):
+                if isinstance(error, HopError) and error.hop_index is None:
+                    error.position = session.accepted
+                raise error
+        except MeshnetError as marked:
+            return marked
+
     async def forward(self, frame: Frame) -> FrameReply:
         """Run a frame here and on the hops after this one."""
+        answer: asyncio.Future[FrameReply] = asyncio.get_running_loop().create_future()
+        if self.begin(frame, partial(settle, answer)):
+            return await answer
         arrived = self._clock.now()
         key = SessionKey(frame.session, frame.hop_index)
         with MarkedErrors(frame.hop_index, self.boot, self.misses):

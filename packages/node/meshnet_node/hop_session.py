@@ -66,19 +66,19 @@ class Outcome:
 
 @dataclass(slots=True)
 class Run:
-    """One frame this hop has taken in: the task that makes its reply, and what the next hop has not answered to yet.
+    """One frame this hop has taken in: its reply to come, and what the next hop has not answered to yet.
 
     Attributes:
         frame: without its body.
         body_bytes: of that body.
-        task: makes the reply.
+        task: the reply to come; cancelling it ends the run.
         undelivered: what is, or was in vain, on its way to the next hop.
         deadline: the latest of those that the frame and retries of it came with.
     """
 
     frame: Frame
     body_bytes: int
-    task: asyncio.Task[FrameReply]
+    task: asyncio.Future[FrameReply]
     undelivered: Outcome | None = None
     deadline: float = 0.0
 

@@ -15,7 +15,7 @@ import base64
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,9 +38,9 @@ from meshnet_core.errors import (
 from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
 from meshnet_core.ids import check_id
 from meshnet_core.secure_site import owner_of_request
-from meshnet_core.transport import HopEndpoint
+from meshnet_core.transport import HopEndpoint, PromptEndpoint
 from meshnet_core.turned_away import TurnedAway
-from meshnet_node.frame_stream import FrameStream, SwitchedResponse
+from meshnet_node.frame_stream import FrameStream, Send, SwitchedResponse
 from meshnet_node.node_metrics import FORM_HTTP, FORM_STREAM, NodeMetrics
 from meshnet_node.peer_sessions import PeerSessions
 
@@ -154,6 +154,7 @@ class _Door:
         not_ready: NotReady,
     ) -> None:
         self._endpoint = endpoint
+        self._prompt = endpoint if isinstance(endpoint, PromptEndpoint) else None
         self._status = status
         self._text_files = text_files
         self._max_body = max_body
@@ -212,9 +213,12 @@ class _Door:
 
     async def _ran(self, frame: Frame) -> FrameReply:
         reply = await self._endpoint.forward(frame)
+        self._count_parts(reply)
+        return reply
+
+    def _count_parts(self, reply: FrameReply) -> None:
         if reply.timings and reply.timings[0].forward_ms:
             self._metrics.ran(reply.timings[0])
-        return reply
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Hand the connection over to a lean stream of frames."""
@@ -223,8 +227,8 @@ class _Door:
         _check_upgrade(request)
         owner, address = owner_of_request(request), request.remote or "?"
 
-        async def answer(number: int, frame: Frame) -> bytes:
-            return await self._streamed(owner, address, number, frame)
+        def answer(number: int, frame: Frame, send: Send) -> Coroutine[Any, Any, bytes] | None:
+            return self._streamed(owner, address, number, frame, send)
 
         def make(on_lost: Callable[[Exception | None], None]) -> FrameStream:
             return FrameStream(
@@ -239,23 +243,38 @@ class _Door:
 
         return SwitchedResponse(make, self._streams)
 
-    async def _streamed(self, owner: str | None, address: str, number: int, frame: Frame) -> bytes:
-        """The answer to one frame of a stream, counted as a post's is; whatever is raised becomes a refusal."""
-        began = time.perf_counter()
-        result = "cancelled"
+    def _streamed(
+        self, owner: str | None, address: str, number: int, frame: Frame, send: Send
+    ) -> Coroutine[Any, Any, bytes] | None:
+        """Answer one frame of a stream, counted as a post's is; whatever is raised becomes a refusal."""
+        began, size = time.perf_counter(), len(frame.body)
+
+        def answered(outcome: FrameReply | Exception) -> None:
+            message, result = _answer_to(number, outcome)
+            send(message)
+            if isinstance(outcome, FrameReply):
+                self._count_parts(outcome)
+            self._metrics.answered(_FORWARD, result, time.perf_counter() - began, size)
+
         try:
             self._doorkeeper.admit(owner, address)
             self._metrics.took(FORM_STREAM)
-            message = stream_codec.encode_reply(await self._ran(frame), number)
-        except MeshnetError as error:
-            result = error.code
-            return stream_codec.encode_refusal(error, number)
+            begun = self._prompt is not None and self._prompt.begin(frame, answered)
         except Exception as error:  # noqa: BLE001 - it goes back as a refusal
-            failed = _failure(error, _FORWARD)
-            result = failed.code
-            return stream_codec.encode_refusal(failed, number)
-        else:
-            result = "ok"
+            answered(error)
+            return None
+        return None if begun else self._ran_streamed(began, number, frame)
+
+    async def _ran_streamed(self, began: float, number: int, frame: Frame) -> bytes:
+        """The answer to a frame that may have to wait."""
+        result = "cancelled"
+        try:
+            try:
+                outcome = await self._ran(frame)
+            except Exception as error:  # noqa: BLE001 - it goes back as a refusal
+                message, result = _answer_to(number, error)
+            else:
+                message, result = _answer_to(number, outcome)
             return message
         finally:
             self._metrics.answered(_FORWARD, result, time.perf_counter() - began, len(frame.body))
@@ -319,6 +338,14 @@ class _Door:
             ) from error
         except (ConnectionError, web.RequestPayloadError) as error:  # the answer is for the metrics: nobody reads it
             raise BadFrameError(f"the connection ended within a body of {length} bytes") from error
+
+
+def _answer_to(number: int, outcome: FrameReply | Exception) -> tuple[bytes, str]:
+    """The message that answers a frame of a stream, and what it is counted as."""
+    if isinstance(outcome, FrameReply):
+        return stream_codec.encode_reply(outcome, number), "ok"
+    error = outcome if isinstance(outcome, MeshnetError) else _failure(outcome, _FORWARD)
+    return stream_codec.encode_refusal(error, number), error.code
 
 
 def _check_upgrade(request: web.Request) -> None:

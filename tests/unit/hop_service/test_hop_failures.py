@@ -65,7 +65,7 @@ async def test_sampling_that_fails_takes_the_tails_state_along(line: Line, monke
         raise ArithmeticError("on purpose")
 
     await line.open()
-    monkeypatch.setattr(line.hops[1]._runs, "_sample", fail)
+    monkeypatch.setattr(line.hops[1]._runs._own, "_sample", fail)
     error = await line.refusal(WHOLE)
     assert (type(error), error.hop_index) == (HopFailedError, 1)
     assert line.hops[1].store.find(SessionKey(SESSION, 1)) is None
