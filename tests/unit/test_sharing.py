@@ -13,8 +13,9 @@ from announcements import node
 from memory_registry import MemoryRegistry, MemoryStore
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import InvalidInputError
-from meshnet_tracker.directory import MAX_HOLD_S, Directory
+from meshnet_tracker.directory import Directory
 from meshnet_tracker.events import DirectoryEvent, DrainChanged, Expired, Joined, Left, Restarted
+from meshnet_tracker.leases import MAX_HOLD_S
 from meshnet_tracker.registry import Entry
 from meshnet_tracker.sharing import Sharing, TrackerInfo
 from meshnet_tracker.sightings import Goodbye, Heard, told_from_wire, told_to_wire

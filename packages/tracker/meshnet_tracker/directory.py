@@ -13,8 +13,7 @@ the one that began first is told.
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from meshnet_core.membership import Snapshot
 from meshnet_core.planning import plan_route
 from meshnet_tracker.events import DirectoryEvent, DrainChanged, Expired, Joined, Left, Restarted
 from meshnet_tracker.goodbyes import Goodbyes
+from meshnet_tracker.leases import Lease, Leases
 from meshnet_tracker.sightings import Goodbye, Heard, Told, start_of
 
 if TYPE_CHECKING:
@@ -42,17 +42,6 @@ LEASE_S = 15.0
 MAX_NODES = 10_000
 NEIGHBOURS = 4  # told to a node that asks whose links to measure
 GOODBYE_LEASES = 4  # for so long a goodbye is remembered: an announcement that was under way when it came is older
-MAX_HOLD_S = 600.0  # see `Directory.hold`
-
-
-@dataclass(slots=True)
-class _Lease:
-    node: NodeInfo
-    heard_at: float
-    owner: str | None = None  # of the certificate that leased it, where there are certificates
-    relayed: bool = False  # heard of last through another tracker
-    due: float = 0.0  # of its entry in the heap, never later than its end
-    routed: int = 0  # routes through the node since then, which its own count of sessions cannot show yet
 
 
 class Directory:
@@ -85,10 +74,8 @@ class Directory:
         self._draws = draws or RouteDraws()
         self._listeners = [on_event] if on_event is not None else []
         self._relays: list[Callable[[Told], None]] = []
-        self._leases: dict[str, _Lease] = {}
-        self._due: list[tuple[float, str]] = []  # a heap; entries that their leases do not know are stale
+        self._leases = Leases(clock, lease_s)
         self._goodbyes = Goodbyes(clock, max_nodes)
-        self._held_until: float | None = None
 
     def subscribe(self, listener: Callable[[DirectoryEvent], None]) -> None:
         """Have ``listener`` told of every change from now on, beside ``on_event``."""
@@ -195,22 +182,14 @@ class Directory:
 
     def hold(self) -> None:
         """From now on nothing is heard from other trackers: nodes that only they heard of keep their place meanwhile,
-        at most `MAX_HOLD_S`, since their silence says nothing."""
+        for a while at most, since their silence says nothing."""
         self.expire()
-        if self._held_until is None:
-            self._held_until = self._clock.now() + MAX_HOLD_S
+        self._leases.hold()
 
     def release(self) -> None:
         """Other trackers are heard again: the nodes held have one more lease to be heard of."""
         self.expire()
-        if self._held_until is None:
-            return
-        self._held_until, now = None, self._clock.now()
-        for lease in self._leases.values():
-            if lease.relayed:
-                lease.heard_at = max(lease.heard_at, now)
-            if self._ends_at(lease) < lease.due:
-                self._schedule(lease)
+        self._leases.release()
 
     # -- what is known --------------------------------------------------------------------------------------------
 
@@ -232,33 +211,25 @@ class Directory:
         """Drop the nodes whose lease is over; every other method does so first."""
         now = self._clock.now()
         self._goodbyes.expire()
-        while self._due and self._due[0][0] <= now:
-            due, node_id = heapq.heappop(self._due)
-            lease = self._leases.get(node_id)
-            if lease is None or lease.due != due:
-                continue  # of a lease that is gone, or that has an earlier entry
-            if self._ends_at(lease) > now:
-                self._schedule(lease)
-                continue
-            del self._leases[node_id]
+        for lease in self._leases.over():
             self._tell(Expired(lease.node, now - lease.heard_at))
 
     def heard(self) -> list[Heard]:
         """Every node, with what is left of its lease, by what this tracker knows of it."""
         self.expire()
         now = self._clock.now()
-        return [Heard(lease.node, lease.heard_at + self.lease_s - now, lease.owner) for lease in self._leases.values()]
+        return [Heard(lease.node, lease.heard_at + self.lease_s - now, lease.owner) for lease in self._leases]
 
     def counts(self) -> tuple[int, int]:
         """How many nodes were heard of last by themselves, and how many through other trackers."""
         self.expire()
-        relayed = sum(lease.relayed for lease in self._leases.values())
+        relayed = sum(lease.relayed for lease in self._leases)
         return len(self._leases) - relayed, relayed
 
     def snapshot(self) -> Snapshot:
         """The live nodes as they announced themselves, in the order of their ids."""
         self.expire()
-        nodes = tuple(self._leases[node_id].node for node_id in sorted(self._leases))
+        nodes = tuple(sorted((lease.node for lease in self._leases), key=lambda node: node.node_id))
         return Snapshot(nodes, settled=self._clock.now() - self._began >= self.lease_s)
 
     def neighbours(self, node_id: str, at: float) -> list[Neighbour]:
@@ -273,7 +244,7 @@ class Directory:
         if lease is None:
             return []
         first = int(at * len(self._leases))
-        others = chain(islice(self._leases.values(), first, None), islice(self._leases.values(), first))
+        others = chain(islice(self._leases, first, None), islice(self._leases, first))
         fit = (
             Neighbour(other.node.node_id, other.node.url)
             for other in others
@@ -340,29 +311,18 @@ class Directory:
                 raise DirectoryFullError(
                     f"this tracker holds {self._max_nodes} nodes, as many as it may; stop one, or start another tracker"
                 )
-            self._leases[node.node_id] = lease = _Lease(node, heard_at, owner, relayed)
-            self._schedule(lease)
+            self._leases.begin(Lease(node, heard_at, owner, relayed))
             self._tell(Joined(node))
             return
         before = lease.node
         if node.boot == before.boot:
             heard_at = max(heard_at, lease.heard_at)  # a later announcement, whatever two clocks made of its age
         lease.node, lease.heard_at, lease.relayed, lease.routed = node, heard_at, relayed, 0
-        if self._ends_at(lease) < lease.due:
-            self._schedule(lease)
+        self._leases.renewed(lease)
         if node.boot != before.boot:
             self._tell(Restarted(node, before))
         if node.draining != before.draining:
             self._tell(DrainChanged(node))
-
-    def _ends_at(self, lease: _Lease) -> float:
-        """When a lease is over, if nothing more is heard."""
-        ends_at = lease.heard_at + self.lease_s
-        return max(ends_at, self._held_until) if lease.relayed and self._held_until is not None else ends_at
-
-    def _schedule(self, lease: _Lease) -> None:
-        lease.due = self._ends_at(lease)
-        heapq.heappush(self._due, (lease.due, lease.node.node_id))
 
     def _say_goodbye(self, goodbye: Goodbye) -> None:
         self._remember(goodbye, self._clock.now() + self.goodbye_s)
@@ -375,8 +335,8 @@ class Directory:
         if lease is not None and goodbye.covers(lease.node, lease.owner):
             self._take_out(lease)
 
-    def _take_out(self, lease: _Lease) -> None:
-        del self._leases[lease.node.node_id]
+    def _take_out(self, lease: Lease) -> None:
+        self._leases.end(lease)
         self._tell(Left(lease.node))
 
     def _tell(self, event: DirectoryEvent) -> None:
@@ -384,7 +344,7 @@ class Directory:
             listener(event)
 
 
-def _check_owner(lease: _Lease, owner: str | None) -> None:
+def _check_owner(lease: Lease, owner: str | None) -> None:
     if lease.owner != owner:
         raise ForbiddenError(
             f"node {lease.node.node_id} was registered by another machine, at {lease.node.url}; "
