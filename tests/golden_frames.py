@@ -7,6 +7,7 @@ hidden size 4 in bfloat16, so that a body fits a line.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
 from meshnet_core.sampling import SampledToken
@@ -14,6 +15,29 @@ from meshnet_core.sampling import SampledToken
 SESSION = "s-0f1e2d3c4b5a69788796a5b4c3d2e1f0"
 HOST = "10.0.0.7:7410"
 _EPOCH, _SAMPLE = "X-Meshnet-Epoch", "X-Meshnet-Sample"
+
+
+_frame = partial(Frame, session=SESSION, epoch=0, cache=True)
+
+
+def _head(
+    hop: str, start: str, phase: str, position: str, seq_len: str, sample: str, deadline: str, *more: tuple[str, str]
+) -> tuple[tuple[str, str], ...]:
+    """The headers of a frame of epoch 0, in their order on the wire."""
+    return (
+        ("X-Meshnet-Protocol", "1"),
+        ("X-Meshnet-Session", SESSION),
+        (_EPOCH, "0"),
+        ("X-Meshnet-Hop-Index", hop),
+        ("X-Meshnet-Start-Layer", start),
+        ("X-Meshnet-Phase", phase),
+        ("X-Meshnet-Position", position),
+        ("X-Meshnet-Seq-Len", seq_len),
+        (_SAMPLE, sample),
+        ("X-Meshnet-Deadline-Ms", deadline),
+        ("X-Meshnet-Cache", "on"),
+        *more,
+    )
 
 
 @dataclass(frozen=True)
@@ -35,9 +59,7 @@ class Golden:
 
 # Five token ids (1, 9690, 198, 2683, 359) into the first hop, the prompt's last chunk: sample after its last position.
 PREFILL = Golden(
-    frame=Frame(
-        session=SESSION,
-        epoch=0,
+    frame=_frame(
         hop_index=0,
         start_layer=0,
         phase=Phase.PREFILL,
@@ -45,22 +67,9 @@ PREFILL = Golden(
         seq_len=5,
         sample=1,
         deadline_ms=30000,
-        cache=True,
         body=bytes.fromhex("01000000 da250000 c6000000 7b0a0000 67010000"),
     ),
-    headers=(
-        ("X-Meshnet-Protocol", "1"),
-        ("X-Meshnet-Session", SESSION),
-        ("X-Meshnet-Epoch", "0"),
-        ("X-Meshnet-Hop-Index", "0"),
-        ("X-Meshnet-Start-Layer", "0"),
-        ("X-Meshnet-Phase", "prefill"),
-        ("X-Meshnet-Position", "256"),
-        ("X-Meshnet-Seq-Len", "5"),
-        ("X-Meshnet-Sample", "1"),
-        ("X-Meshnet-Deadline-Ms", "30000"),
-        ("X-Meshnet-Cache", "on"),
-    ),
+    headers=_head("0", "0", "prefill", "256", "5", "1", "30000"),
     body_hex="01000000 da250000 c6000000 7b0a0000 67010000",
     reply=FrameReply(
         position=261,
@@ -88,9 +97,7 @@ PREFILL = Golden(
 
 # One position of hidden states (1.0, -2.0, 0.5, 3.0 in bfloat16) into the second hop, whose layers begin at 15.
 DECODE = Golden(
-    frame=Frame(
-        session=SESSION,
-        epoch=0,
+    frame=_frame(
         hop_index=1,
         start_layer=15,
         phase=Phase.DECODE,
@@ -98,22 +105,9 @@ DECODE = Golden(
         seq_len=1,
         sample=1,
         deadline_ms=28417,
-        cache=True,
         body=bytes.fromhex("803f00c0 003f4040"),
     ),
-    headers=(
-        ("X-Meshnet-Protocol", "1"),
-        ("X-Meshnet-Session", SESSION),
-        ("X-Meshnet-Epoch", "0"),
-        ("X-Meshnet-Hop-Index", "1"),
-        ("X-Meshnet-Start-Layer", "15"),
-        ("X-Meshnet-Phase", "decode"),
-        ("X-Meshnet-Position", "261"),
-        ("X-Meshnet-Seq-Len", "1"),
-        ("X-Meshnet-Sample", "1"),
-        ("X-Meshnet-Deadline-Ms", "28417"),
-        ("X-Meshnet-Cache", "on"),
-    ),
+    headers=_head("1", "15", "decode", "261", "1", "1", "28417"),
     body_hex="803f00c0 003f4040",
     reply=FrameReply(position=262, tokens=(SampledToken(345),), timings=(HopTiming(1, 0.0, 9.75, 0.25, 10.25, 0),)),
     reply_json='{"position":262,"tokens":[{"id":345}],"timings":[[1,0.0,9.75,0.25,10.25,0]]}',
@@ -144,9 +138,7 @@ REPLAY = Golden(
 
 # The step after that one with two drafts behind its token (345, 28, 1024), into the first hop: the second is wrong.
 VERIFY = Golden(
-    frame=Frame(
-        session=SESSION,
-        epoch=0,
+    frame=_frame(
         hop_index=0,
         start_layer=0,
         phase=Phase.VERIFY,
@@ -154,24 +146,10 @@ VERIFY = Golden(
         seq_len=3,
         sample=3,
         deadline_ms=30000,
-        cache=True,
         body=bytes.fromhex("59010000 1c000000 00040000"),
         draft=(28, 1024),
     ),
-    headers=(
-        ("X-Meshnet-Protocol", "1"),
-        ("X-Meshnet-Session", SESSION),
-        ("X-Meshnet-Epoch", "0"),
-        ("X-Meshnet-Hop-Index", "0"),
-        ("X-Meshnet-Start-Layer", "0"),
-        ("X-Meshnet-Phase", "verify"),
-        ("X-Meshnet-Position", "262"),
-        ("X-Meshnet-Seq-Len", "3"),
-        ("X-Meshnet-Sample", "3"),
-        ("X-Meshnet-Deadline-Ms", "30000"),
-        ("X-Meshnet-Cache", "on"),
-        ("X-Meshnet-Draft", "28,1024"),
-    ),
+    headers=_head("0", "0", "verify", "262", "3", "3", "30000", ("X-Meshnet-Draft", "28,1024")),
     body_hex="59010000 1c000000 00040000",
     reply=FrameReply(
         position=265,

@@ -6,12 +6,12 @@ with the codecs under test.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import h11
+
+from relay import Relay, Through, relaying
 
 
 @dataclass
@@ -39,50 +39,32 @@ class TappedFrame:
 
 
 @dataclass
-class WireTap:
-    """Listens at ``port``, relays to ``target_port``, both on loopback."""
+class WireTap(Relay):
+    """Keeps the requests and frames of all connections, in the order in which they were complete."""
 
-    target_port: int
-    port: int = 0
     requests: list[TappedRequest] = field(default_factory=list)
     frames: list[TappedFrame] = field(default_factory=list)
     answered_bytes: int = 0
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def to(self, path: str) -> list[TappedRequest]:
-        """The requests to ``path``, in the order in which they were complete."""
+        """The requests to ``path``."""
         return [request for request in self.requests if request.path == path]
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
-        back = asyncio.create_task(self._relay_back(up_reader, writer))
-        self._tasks.add(back)
-        back.add_done_callback(self._tasks.discard)
+    def sent_through(self) -> Through:
         parser = _Requests(self.requests, self.frames)
-        try:
-            while data := await reader.read(65536):
-                parser.feed(data)
-                up_writer.write(data)
-                await up_writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            up_writer.close()
 
-    async def _relay_back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(65536):
-                self.answered_bytes += len(data)
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+        def read(data: bytes) -> bytes:
+            parser.feed(data)
+            return data
+
+        return read
+
+    def answered_through(self) -> Through:
+        def count(data: bytes) -> bytes:
+            self.answered_bytes += len(data)
+            return data
+
+        return count
 
 
 class _Requests:
@@ -166,15 +148,6 @@ def _streamed(message: bytes) -> TappedFrame:
     )
 
 
-@asynccontextmanager
-async def wire_tap(target_port: int) -> AsyncIterator[WireTap]:
+def wire_tap(target_port: int) -> AbstractAsyncContextManager[WireTap]:
     """A tap on a free port of its own; what listens at ``target_port`` may come later."""
-    tap = WireTap(target_port)
-    server = await asyncio.start_server(tap._serve, "127.0.0.1", 0)
-    tap.port = server.sockets[0].getsockname()[1]
-    try:
-        yield tap
-    finally:
-        server.close()
-        for task in list(tap._tasks):
-            task.cancel()
+    return relaying(WireTap(target_port))
