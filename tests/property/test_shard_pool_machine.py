@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, HopFailedError
 from meshnet_node.shard_line import IN_LINE_S
-from meshnet_node.shard_pool import FAILURE_HOLD_S, ShardLease, ShardPool
+from meshnet_node.shard_pool import ShardLease, ShardPool
+from meshnet_node.shard_swaps import FAILURE_HOLD_S
 from scripted_shards import LAYERS, ScriptedShards, fingerprint
 
 NAMES = "abcd"

@@ -10,7 +10,8 @@ from meshnet_core.clock import ManualClock
 from meshnet_core.errors import CacheFullError, CacheMissError, HopFailedError, InvalidInputError, MissReason
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.shard_line import IN_LINE_S, TURN_S
-from meshnet_node.shard_pool import FAILURE_HOLD_S, LoadedShard, ShardLease, ShardPool
+from meshnet_node.shard_pool import LoadedShard, ShardLease, ShardPool
+from meshnet_node.shard_swaps import FAILURE_HOLD_S
 from scripted_shards import LAYERS, ScriptedShards, fingerprint
 
 

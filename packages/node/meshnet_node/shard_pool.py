@@ -10,11 +10,8 @@ newcomers to the others (`shard_line`). Knows sessions by their leases alone, an
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 
 from meshnet_core.clock import Clock, SystemClock
 from meshnet_core.errors import CacheFullError, CacheMissError, HopFailedError, InvalidInputError, MissReason
@@ -22,14 +19,10 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node.offered_shard import LoadedShard, OfferedShard
 from meshnet_node.shard_line import ShardLine
 from meshnet_node.shard_place import ShardLease, ShardPlace
-from meshnet_node.weights_memory import WeightsMemory, size, taken, too_large
+from meshnet_node.shard_swaps import ShardSwaps
+from meshnet_node.weights_memory import WeightsMemory, too_large
 
 __all__ = ["LoadedShard", "OfferedShard", "ShardLease", "ShardPool"]
-
-logger = logging.getLogger(__name__)
-
-FAILURE_HOLD_S = 10.0  # what could not be loaded is not tried again, at the cost of others, before this is over
-MEMORY_HOLD_S = 0.5  # likewise, where memory was short because of others
 
 
 class ShardPool:
@@ -52,14 +45,11 @@ class ShardPool:
     ) -> None:
         offers = [OfferedShard.held(shard) if isinstance(shard, LoadedShard) else shard for shard in shards]
         self.max_loaded = len(offers) if max_loaded is None else max_loaded
-        self.loads = self.drops = 0
         self._places = [ShardPlace(offer) for offer in offers]
         self._clock = clock or SystemClock()
         self._memory = WeightsMemory(free_bytes)
         self._line = ShardLine(self._clock)
-        self._uses = 0
-        self._one_at_a_time = asyncio.Lock()
-        self._closed = False
+        self._swaps = ShardSwaps(self._places, self._memory, self._clock)
         held = sum(offer.load is None for offer in offers)
         if offers and self.max_loaded < max(1, held + (held < len(offers))):
             raise InvalidInputError(f"{self.max_loaded} loaded shards are too few; the node needs at least 1")
@@ -84,6 +74,16 @@ class ShardPool:
         return sum(place.offer.weight_bytes for place in self._places if place.offer.shard is not None)
 
     @property
+    def loads(self) -> int:
+        """How many shards were loaded."""
+        return self._swaps.loads
+
+    @property
+    def drops(self) -> int:
+        """How many gave their place to others, or were retired."""
+        return self._swaps.drops
+
+    @property
     def leases(self) -> int:
         """Leases that have not ended, on all shards together."""
         return sum(place.leases for place in self._places)
@@ -104,10 +104,7 @@ class ShardPool:
         """
         self._check_fits()
         for place in self._places[: self.max_loaded]:
-            offer = place.offer
-            if offer.shard is None and offer.load is not None:
-                progress(offer, 0, 1)
-                self._loaded(place, offer.loaded_with(offer.load(partial(progress, offer))))
+            self._swaps.load_first(place, progress)
 
     def find(self, fingerprint: str, layers: LayerRange) -> OfferedShard:
         """The shard whose end is ``layers``' end and that holds its start; of several a loaded one, then the smallest.
@@ -155,7 +152,7 @@ class ShardPool:
                 in_use or self._line.takes_sessions(place, self._places, self._room)
             ):
                 if place.is_wanted:
-                    self._check_not_failed(place)
+                    self._swaps.check_not_failed(place)
                     self._begin_to_load(place, make_idle)
                 if place.loading is None:
                     self._line.enter(place)
@@ -188,8 +185,7 @@ class ShardPool:
         place = ShardPlace(offer, retired=True)  # until it is loaded
         self._places.append(place)
         self.max_loaded += 1
-        loading = place.loading = asyncio.create_task(self._swap([], place), name=f"load {offer}")
-        await asyncio.shield(loading)
+        await asyncio.shield(self._swaps.begin(place))
         if offer.shard is not None:
             place.retired = False
             return
@@ -213,16 +209,12 @@ class ShardPool:
             self._places.remove(place)
             self.max_loaded -= 1
             if shard is not None:
-                await asyncio.to_thread(self._take_out(place).backend.close)
+                await self._swaps.drop(place)
         return sum(place.retired for place in self._places)
 
     async def close(self) -> None:
         """Stop what is being loaded."""
-        self._closed = True
-        tasks = [place.loading for place in self._places if place.loading is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._swaps.close()
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -230,17 +222,13 @@ class ShardPool:
         self._line.leave(place)
         place.leases += 1
         place.fresh = False
-        self._use(place)
+        self._swaps.used(place)
 
         def end() -> None:
             place.leases -= 1
-            self._use(place)
+            self._swaps.used(place)
 
         return ShardLease(shard, end)
-
-    def _use(self, place: ShardPlace) -> None:
-        self._uses += 1
-        place.used = self._uses
 
     def _find(self, fingerprint: str, layers: LayerRange) -> ShardPlace:
         same_model = [place for place in self._places if place.offer.known.fingerprint == fingerprint]
@@ -258,9 +246,6 @@ class ShardPool:
             )
         return min(fit, key=lambda place: (place.retired, place.offer.shard is None, len(place.offer.layers)))
 
-    def _takes_sessions(self, place: ShardPlace) -> bool:
-        return self._line.takes_sessions(place, self._places, self._room)
-
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def _begin_to_load(self, place: ShardPlace, make_idle: Callable[[LoadedShard], bool]) -> None:
@@ -270,13 +255,11 @@ class ShardPool:
         if needed > 0 and not before:
             self._make_idle(needed, make_idle)
         idle = sorted((p for p in self._places if p.is_idle), key=lambda p: p.used)
-        if needed > len(idle) or self._closed:
+        if needed > len(idle) or self._swaps.closed:
             return
         victims = idle[: max(0, 1 - self._room)]
-        dropped = [self._take_out(victim) for victim in victims]
         self._line.leave(place)
-        place.progress = (0, 1)
-        place.loading = asyncio.create_task(self._swap(dropped, place), name=f"load {place.offer}")
+        self._swaps.begin(place, victims)
 
     def _make_idle(self, needed: int, make_idle: Callable[[LoadedShard], bool]) -> None:
         for place in sorted(self._places, key=lambda p: p.used):
@@ -284,74 +267,6 @@ class ShardPool:
                 return
             if place.leases and place.offer.load is not None and place.offer.shard is not None:
                 make_idle(place.offer.shard)
-
-    async def _swap(self, dropped: list[LoadedShard], place: ShardPlace) -> None:
-        """Free what was dropped, then load; one at a time, so that what is free is known."""
-        offer = place.offer
-        try:
-            async with self._one_at_a_time:
-                for shard in dropped:
-                    await asyncio.to_thread(shard.backend.close)
-                await self._fit(place)
-                shard = await asyncio.to_thread(self._load, place)
-            self._loaded(place, shard)
-        except CacheFullError as error:
-            place.failed = (self._clock.now() + MEMORY_HOLD_S, error)
-        except Exception as error:  # a loader raises what it likes; whoever waits is told
-            logger.warning("%s could not be loaded", offer, exc_info=error)
-            reason = str(error) or type(error).__name__
-            place.failed = (
-                self._clock.now() + FAILURE_HOLD_S,
-                HopFailedError(f"{offer} could not be loaded: {reason}"),
-            )
-        finally:
-            place.loading = None
-
-    def _load(self, place: ShardPlace) -> LoadedShard:
-        """Runs in a thread."""
-        offer = place.offer
-        if offer.load is None:
-            raise RuntimeError(f"{offer} is held for good and has no loader")
-
-        def look(done: int, total: int) -> None:
-            if self._closed:
-                raise RuntimeError("the node is closing")
-            place.progress = (done, total)
-
-        began = time.perf_counter()
-        logger.info("loading %s", offer)
-        backend = offer.load(look)
-        logger.info("loaded %s in %.1f s, %s", offer, time.perf_counter() - began, size(backend.weight_bytes))
-        return offer.loaded_with(backend)
-
-    def _loaded(self, place: ShardPlace, shard: LoadedShard) -> None:
-        place.offer.shard = shard
-        place.failed = None
-        place.loaded_at = self._clock.now()
-        place.fresh = True
-        self.loads += 1
-        self._use(place)
-
-    def _take_out(self, place: ShardPlace) -> LoadedShard:
-        shard = place.offer.shard
-        if shard is None:
-            raise RuntimeError(f"{place.offer} is not loaded")
-        logger.info("dropping %s", place.offer)
-        place.offer.shard = None
-        self.drops += 1
-        return shard
-
-    async def _fit(self, place: ShardPlace) -> None:
-        """Make sure that there is memory: idle shards give way, though their number would be allowed."""
-        needs = place.offer.weight_bytes
-        while (free := self._memory.short(needs)) is not None:
-            loaded = [other for other in self._places if other.offer.shard is not None]
-            if idle := [other for other in loaded if other.is_idle]:
-                await asyncio.to_thread(self._take_out(min(idle, key=lambda p: p.used)).backend.close)
-            elif loaded:
-                raise taken(place.offer, needs, free)
-            else:
-                raise too_large(needs, free, "Serve fewer layers, or free memory")
 
     def _check_fits(self) -> None:
         needs = self.bytes_to_come
@@ -361,12 +276,3 @@ class ShardPool:
         if min(self.max_loaded, len(self._places)) > 1:
             remedy += f", or --max-loaded-shards {min(self.max_loaded, len(self._places)) - 1}"
         raise too_large(needs, free, remedy)
-
-    def _check_not_failed(self, place: ShardPlace) -> None:
-        if place.failed is None:
-            return
-        until, error = place.failed
-        if self._clock.now() > until:
-            place.failed = None
-            return
-        raise type(error)(error.message)

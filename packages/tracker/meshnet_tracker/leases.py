@@ -41,7 +41,7 @@ class Lease:
 
 
 class Leases:
-    """By node id, in the order in which they began; each is over ``lease_s`` seconds after its node was last heard of."""
+    """By node id, in the order in which they began: one is over ``lease_s`` seconds after its node was heard of."""
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
         self.lease_s = lease_s
