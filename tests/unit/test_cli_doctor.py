@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from announcements import node, shard, snapshot
 from app_thread import serving_app
 from meshnet_cli import doctor_gather
-from meshnet_cli.doctor_checks import CHECKS, Level, findings
+from meshnet_cli.doctor_checks import CHECKS, findings
 from meshnet_cli.doctor_facts import Device, Facts, Folder, Library, MeshFiles, ModelFact, Port, TrackerFact
+from meshnet_cli.doctor_findings import Level
 from meshnet_cli.main import app
 from meshnet_core import __version__, certificates
 from meshnet_core.mesh_folder import MeshFolder
@@ -179,7 +180,7 @@ def test_each_thing_that_is_broken_is_found_with_its_remedy_and_nothing_else(
 
 def test_where_all_is_well_each_check_says_so_once() -> None:
     found = findings(WELL)
-    assert [one.check for one in found] == [name for name, _ in CHECKS]
+    assert [one.check for one in found] == [check.name for check in CHECKS]
     assert {one.level for one in found} == {Level.OK}
 
 

@@ -13,7 +13,7 @@ from meshnet_cli.complaint import FAILURE
 from meshnet_core.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from meshnet_cli.doctor_checks import Finding
+    from meshnet_cli.doctor_findings import Finding
 
 
 def doctor(
@@ -27,7 +27,8 @@ def doctor(
     mesh: options.MeshPath = None,
 ) -> None:
     """Look for what is wrong on this machine and in its mesh; exit code 1 where something is."""
-    from meshnet_cli.doctor_checks import Level, findings
+    from meshnet_cli.doctor_checks import findings
+    from meshnet_cli.doctor_findings import Level
     from meshnet_cli.doctor_gather import gather
     from meshnet_core.mesh_folder import MeshFolder, default_path
 
