@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -215,3 +217,12 @@ def test_every_option_has_a_variable_of_its_own_and_it_is_in_the_help(monkeypatc
 
 def test_the_defaults_of_an_empty_file_are_none() -> None:
     assert defaults_of(typer.main.get_command(app), {}) == {}
+
+
+def test_what_the_guide_shows_is_taken() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "settings.md").read_text("utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    found = defaults_of(typer.main.get_command(app), tomllib.loads(example))
+    assert (found["node"]["max_sessions"], found["gateway"]["dashboard"]) == (4, False)
+    assert found["mesh"]["ticket"]["valid"] == "30m"
+    assert found["up"]["quantize"] == found["node"]["quantize"] == "int4"
