@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from meshnet_core.clock import Clock, SystemClock
 from meshnet_core.coverage import ModelSummary, served_models
 from meshnet_core.demand import Demand
-from meshnet_core.frames import Frame, FrameReply
+from meshnet_core.errors import HopUnreachableError
+from meshnet_core.frames import Frame, FrameReply, Phase
 from meshnet_core.grammar import Grammar
 from meshnet_core.ids import mint_boot_id
 from meshnet_core.layer_range import LayerRange
@@ -121,6 +122,19 @@ class TinyMesh:
         """As if the process died: nothing answers there, the tracker does not know yet."""
         del self.transport.endpoints[url]
         return self.services[url]
+
+    def break_at(self, hop: int) -> None:
+        """The node at this place of a route dies with its first decode step, and is listed no more."""
+        broken: list[str] = []
+
+        def break_once(url: str, frame: Frame) -> None:
+            if frame.phase is Phase.DECODE and frame.hop_index == hop and not broken:
+                broken.append(url)
+                self.kill(url)
+                self.down.add(url)
+                raise HopUnreachableError("gone", hop_index=hop)
+
+        self.transport.on_forward = break_once
 
     def engine(self, **options: Any) -> GenerationEngine:
         chunk = int(options.pop("chunk", 256))

@@ -17,15 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from announcements import node
-from memory_registry import MemoryRegistry, MemoryStore
+from memory_registry import MemoryStore
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import InvalidInputError, UnknownNodeError
 from meshnet_core.membership import NodeInfo
-from meshnet_tracker.directory import GOODBYE_LEASES, Directory
-from meshnet_tracker.events import DirectoryEvent, Expired, Joined, Left
-from meshnet_tracker.sharing import Sharing, TrackerInfo
+from meshnet_tracker.directory import GOODBYE_LEASES
+from meshnet_tracker.events import Expired, Joined, Left
+from sharing_tracker import LEASE_S, SharingTracker
 
-LEASE_S = 15.0
 IDS = ("a", "b", "c")
 trackers = st.sampled_from([0, 1])
 ids = st.sampled_from(IDS)
@@ -45,31 +44,6 @@ class Start:
         return told
 
 
-class Tracker:
-    def __init__(self, name: str, store: MemoryStore, began: float) -> None:
-        self.clock = ManualClock(began)
-        self.events: list[DirectoryEvent] = []
-        self.directory = Directory(self.clock, LEASE_S, on_event=self.events.append)
-        self.wire = MemoryRegistry(store)
-        self.naps: list[asyncio.Event] = []
-        info = TrackerInfo(f"t-{name}", f"http://{name}:7400", "0.1.0")
-        self.sharing = Sharing(self.directory, self.wire, info, self.clock, sleep=self._nap, draw=lambda: 0.0)
-        self.task = asyncio.get_running_loop().create_task(self.sharing.run())
-
-    async def _nap(self, seconds: float) -> None:
-        nap = asyncio.Event()
-        self.naps.append(nap)
-        await nap.wait()
-
-    def wake(self) -> None:
-        naps, self.naps = self.naps, []
-        for nap in naps:
-            nap.set()
-
-    def known(self) -> dict[str, NodeInfo]:
-        return {entry.node_id: entry for entry in self.directory.snapshot().nodes}
-
-
 class SharedDirectory(RuleBasedStateMachine):
     """The rules; the loop runs only within them."""
 
@@ -83,10 +57,12 @@ class SharedDirectory(RuleBasedStateMachine):
         self.heard_at: dict[str, float] = {}  # by boot: when its newest announcement so far came to a tracker
         self.goodbyes: dict[str, tuple[int, float]] = {}  # by boot: to whom, and when
         self.late: list[NodeInfo] = []
-        self.both: list[Tracker] = []
+        self.both: list[SharingTracker] = []
 
         async def begin() -> None:
-            self.both = [Tracker("one", self.store, 10.0), Tracker("two", self.store, 5e8)]
+            self.both = [SharingTracker("one", self.store, 10.0), SharingTracker("two", self.store, 5e8)]
+            for tracker in self.both:
+                tracker.start()
 
         self.runner.run(begin())
         self._settle()
@@ -94,8 +70,7 @@ class SharedDirectory(RuleBasedStateMachine):
     def teardown(self) -> None:
         async def end() -> None:
             for tracker in self.both:
-                tracker.task.cancel()
-            await asyncio.wait([tracker.task for tracker in self.both])
+                await tracker.stop()
 
         if not hasattr(self, "runner"):
             return

@@ -17,8 +17,7 @@ from api_client import USER, client_of
 from in_process_mesh import random_prompt, tiny_mesh
 from meshnet_cli import serving
 from meshnet_cli.access import headers_with
-from meshnet_core.errors import HopUnreachableError, InvalidInputError
-from meshnet_core.frames import Frame, Phase
+from meshnet_core.errors import InvalidInputError
 from meshnet_core.json_log import AboutFilter, JsonLines, about
 from meshnet_core.sampling import SamplingParams
 from meshnet_gateway.api import create_app
@@ -110,16 +109,7 @@ async def test_what_a_task_is_about_is_on_its_lines_and_on_those_of_tasks_begun_
 
 async def test_gateway_and_nodes_name_the_session_the_hop_and_the_route(tmp_path: Path, log: Log) -> None:
     async with tiny_mesh(save_tiny("llama", tmp_path), ["0-0", "1-1", "2-3", "2-3"]) as mesh:
-        broken: list[str] = []
-
-        def break_once(url: str, frame: Frame) -> None:
-            if frame.phase is Phase.DECODE and frame.hop_index == 2 and not broken:
-                broken.append(url)
-                mesh.kill(url)
-                mesh.down.add(url)
-                raise HopUnreachableError("gone", hop_index=2)
-
-        mesh.transport.on_forward = break_once
+        mesh.break_at(2)
         prompt = tuple(random_prompt(9))
         generation = mesh.engine().start(GenerationRequest("tiny", prompt, 5, SamplingParams()))
         async for _ in generation:

@@ -10,56 +10,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from announcements import node
-from memory_registry import MemoryRegistry, MemoryStore
+from memory_registry import MemoryStore
 from meshnet_core.clock import ManualClock
 from meshnet_core.errors import InvalidInputError
-from meshnet_tracker.directory import Directory
-from meshnet_tracker.events import DirectoryEvent, DrainChanged, Expired, Joined, Left, Restarted
+from meshnet_tracker.events import DrainChanged, Expired, Joined, Left, Restarted
 from meshnet_tracker.leases import MAX_HOLD_S
 from meshnet_tracker.registry import Entry
-from meshnet_tracker.sharing import Sharing, TrackerInfo
 from meshnet_tracker.sightings import Goodbye, Heard, told_from_wire, told_to_wire
-
-LEASE_S = 15.0
-
-
-class Tracker:
-    """One tracker of the mesh, with a clock of its own."""
-
-    def __init__(self, name: str, store: MemoryStore, began: float) -> None:
-        self.clock = ManualClock(began)
-        self.events: list[DirectoryEvent] = []
-        self.directory = Directory(self.clock, LEASE_S, on_event=self.events.append)
-        self.wire = MemoryRegistry(store)
-        info = TrackerInfo(f"t-{name}", f"http://{name}:7400", "0.1.0")
-        self._naps: list[asyncio.Event] = []
-        self.sharing = Sharing(self.directory, self.wire, info, self.clock, sleep=self._nap, draw=lambda: 0.0)
-        self.task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self.task = asyncio.create_task(self.sharing.run())
-
-    async def stop(self) -> None:
-        """As by SIGKILL: nobody is told."""
-        if self.task is not None:
-            self.task.cancel()
-            await asyncio.wait([self.task])
-
-    async def _nap(self, seconds: float) -> None:
-        nap = asyncio.Event()
-        self._naps.append(nap)
-        await nap.wait()
-
-    def wake(self) -> None:
-        naps, self._naps = self._naps, []
-        for nap in naps:
-            nap.set()
-
-    def ids(self) -> list[str]:
-        return [entry.node_id for entry in self.directory.snapshot().nodes]
-
-    def kinds(self) -> list[str]:
-        return [event.kind for event in self.events]
+from sharing_tracker import LEASE_S, SharingTracker
 
 
 class Trackers:
@@ -68,7 +26,7 @@ class Trackers:
     def __init__(self) -> None:
         self.clock = ManualClock(1e6)
         self.store = MemoryStore(self.clock)
-        self.one, self.two = Tracker("one", self.store, 50.0), Tracker("two", self.store, 7e8)
+        self.one, self.two = SharingTracker("one", self.store, 50.0), SharingTracker("two", self.store, 7e8)
 
     async def settle(self) -> None:
         """Let all that is under way arrive."""
@@ -241,7 +199,7 @@ async def test_a_registry_that_lost_everything_is_whole_again_without_any_heartb
     await trackers.settle()
     trackers.cut(False)
     await trackers.wake()
-    third = Tracker("three", trackers.store, 0.0)
+    third = SharingTracker("three", trackers.store, 0.0)
     third.start()
     await trackers.settle()
     assert third.ids() == ["a", "b"]
@@ -271,7 +229,7 @@ async def test_of_two_starts_on_either_side_of_a_cut_the_later_counts(trackers: 
 
 
 async def test_a_tracker_that_leaves_is_no_longer_named_and_one_that_dies_only_for_a_lease(trackers: Trackers) -> None:
-    third = Tracker("three", trackers.store, 0.0)
+    third = SharingTracker("three", trackers.store, 0.0)
     third.start()
     await trackers.settle()
     assert len(trackers.one.sharing.others()) == 2

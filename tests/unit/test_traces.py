@@ -21,7 +21,7 @@ from meshnet_cli.tracing import endpoint_of, follow_callers, tracing_to
 from meshnet_core.clock import Clock, ManualClock, SystemClock
 from meshnet_core.coverage import ModelSummary
 from meshnet_core.demand import Demand
-from meshnet_core.errors import HopUnreachableError, InvalidInputError, LayersUnavailableError
+from meshnet_core.errors import InvalidInputError, LayersUnavailableError
 from meshnet_core.frames import Frame, FrameReply, HopTiming, Phase
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.open_document import OpenDocument, OpenReply
@@ -195,16 +195,7 @@ async def test_no_span_tells_what_was_said(llama: Path, spans: InMemorySpanExpor
 async def test_a_recovery_shows_as_what_failed_and_what_was_done(llama: Path, spans: InMemorySpanExporter) -> None:
     clock = SystemClock()
     async with tiny_mesh(llama, [*THREE, "2-3"], clock=clock) as mesh:
-        broken: list[str] = []
-
-        def break_once(url: str, frame: Frame) -> None:
-            if frame.phase is Phase.DECODE and frame.hop_index == 2 and not broken:
-                broken.append(url)
-                mesh.kill(url)
-                mesh.down.add(url)
-                raise HopUnreachableError("gone", hop_index=2)
-
-        mesh.transport.on_forward = break_once
+        mesh.break_at(2)
         engine = mesh.engine()
         engine.tracing = tracing(spans, clock)
         await run(engine, prompt=9, count=5)
