@@ -72,7 +72,7 @@ def test_a_large_matrix_is_unpacked_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     matrix = packed("Q8_0", blocks("Q8_0", 200, 64), 64)
     given = torch.randn(200, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     whole = matrix.product(given)
-    monkeypatch.setattr("meshnet_node.packed_matrix._UNPACKED_VALUES", 64 * 64)
+    monkeypatch.setattr("meshnet_node.packed_matrix.UNPACKED_VALUES", 64 * 64)
     assert torch.equal(matrix.product(given), whole)
 
 

@@ -177,7 +177,7 @@ def test_packed_weights_count_as_what_they_take_and_the_room_for_sessions_as_eve
     assert facts.width("bfloat16") == 2
     assert facts.width("float32") == 4
     packed, eight = facts.width("bfloat16+int4"), facts.width("bfloat16+int8")
-    assert packed == pytest.approx((0.625 * 10_000 + 2 * 1000 + 1.25 * 500) / 11_500)
+    assert packed == pytest.approx((0.625 * 10_000 + 2 * 1000 + 1.125 * 500) / 11_500)
     assert packed < eight < 2
     machine, wide = (Machine(name, 2600, width, 1.0) for name, width in (("packed", packed), ("wide", 2)))
     assert machine.fits(facts, 1, 4)

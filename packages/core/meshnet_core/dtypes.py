@@ -12,8 +12,8 @@ from meshnet_core.errors import InvalidInputError
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 TOKEN_ID_BYTES = 4  # int32, little-endian
-PACKED_WEIGHT_BYTES: dict[str, float] = {"int8": 1.25, "int4": 0.625}
-"""Bytes of one weight with its share of scales and zeros (four bytes for 32 codes of 4 bits), by how it is held."""
+PACKED_WEIGHT_BYTES: dict[str, float] = {"int8": 1.125, "int4": 0.625}
+"""Bytes of one weight with its share of scales and zeros (four bytes for 32 weights), by how it is held."""
 
 
 def computed_in(dtype: str) -> str:

@@ -6,12 +6,12 @@ Three block types are of the form ``(code - 8) * scale + zero`` with one scale a
 
     Q4_0   d, 16 bytes          value = (q - 8) * d                 scale d, zero 0
     Q4_1   d, m, 16 bytes       value = q * d + m                   scale d, zero m + 8 d
-    Q8_0   d, 32 signed bytes   value = (16 hi + lo) * d            two planes: hi (-8 to 7) with scale 16 d, zero 0,
-                                                                    and lo (0 to 15) with scale d, zero 8 d
+    Q8_0   d, 32 signed bytes   value = q * d                       q + 128 = 16 high + low: scale d, zero 8/17 d
 
-Byte ``i`` of the 4-bit blocks has value ``i`` in its low half and ``i + 16`` in its high half. A Q8_0 row of n values
-becomes one of 2 n codes, the high plane before the low one, for a product with the input twice in a row: the sum of
-both is made inside the product, in float32. Knows no files, models or torch.
+Byte ``i`` of the 4-bit blocks has value ``i`` in its low half and ``i + 16`` in its high half. A block of Q8_0 becomes
+32 high codes and after them 32 low ones, a group of 64 with one scale and one zero, for a product with the input 16
+times over and then as it is: ``16 x ((high - 8) d + zero) + x ((low - 8) d + zero) = x (q - 8) d + 17 x zero``. The sum
+of both is made inside the product, in float32. Knows no files, models or torch.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class CodedRows:
     """Rows of a matrix as 4-bit codes.
 
     Attributes:
-        codes: uint8 ``[rows, planes * columns]``, each 0 to 15.
-        scales, zeros: float32 ``[rows, planes * columns / 32]``.
+        codes: uint8 ``[rows, planes * columns]``, each 0 to 15; of two planes 32 high ones before their 32 low ones.
+        scales, zeros: float32 ``[rows, columns / 32]``.
     """
 
     codes: Array
@@ -52,10 +52,13 @@ class CodedRows:
 
     def values(self, planes: int) -> Array:
         """What they stand for, float32 ``[rows, columns]``."""
-        rows, width = self.codes.shape
-        grouped = self.codes.reshape(rows, -1, GROUP).astype(np.float32) - 8
-        flat = grouped * self.scales[..., None] + self.zeros[..., None]
-        return np.asarray(flat.reshape(rows, planes, width // planes).sum(axis=1))
+        rows, groups = self.scales.shape
+        grouped = self.codes.reshape(rows, groups, planes, GROUP).astype(np.float32) - 8
+        high, low = grouped[:, :, 0], grouped[:, :, -1]
+        values = high * self.scales[..., None] + self.zeros[..., None]
+        if planes == 2:
+            values = (16 * high + low + 8) * self.scales[..., None]
+        return np.asarray(values.reshape(rows, -1))
 
 
 def coded_rows(kind: str, blocks: Array) -> CodedRows:
@@ -83,12 +86,9 @@ def coded_bytes(values: Array, scales: Array) -> CodedRows:
         values: int8 ``[rows, columns]``.
         scales: float32 ``[rows, columns / 32]``.
     """
-    high, low = (values >> 4) + 8, values & 15
-    return CodedRows(
-        np.concatenate([high, low], axis=1).astype(np.uint8),
-        np.concatenate([16 * scales, scales], axis=1),
-        np.concatenate([np.zeros_like(scales), 8 * scales], axis=1),
-    )
+    grouped = values.reshape(len(values), -1, 1, GROUP)
+    codes = np.concatenate([(grouped >> 4) + 8, grouped & 15], axis=2).astype(np.uint8)
+    return CodedRows(codes.reshape(len(values), -1), scales, scales * np.float32(8 / 17))
 
 
 def _halves(blocks: Array, at: int) -> Array:

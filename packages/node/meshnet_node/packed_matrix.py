@@ -1,20 +1,15 @@
 """A weight matrix in torch's packed 4-bit form for CPUs: products with it, single rows of it, and how it is filled.
 
 The product is ``aten::_weight_int4pack_mm_for_cpu`` (torch 2.5 and later): bfloat16 inputs, float32 sums, and weights
-``(code - 8) * scale + zero`` in groups of 32 along a row. Weights of 8 bits are two such matrices side by side (see
-:mod:`meshnet_node.gguf_blocks`). The packed layout depends on the CPU, so it is found out by packing numbers that
-tell where each went:
-
-    AVX-512: 64 rows make a block, with 32 bytes for each column; byte i has row i (low half) and row i + 32 (high half)
-
-Knows no modules, files or models.
+``(code - 8) * scale + zero`` in groups of 32 along a row. Weights of 8 bits are two codes each, in groups of 64 (see
+:mod:`meshnet_node.gguf_blocks`). The packed layout depends on the CPU (:mod:`meshnet_node.packed_layout`).
+Knows no files or models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -23,20 +18,19 @@ from torch import nn
 
 from meshnet_node.checkpoint_reader import own_pages
 from meshnet_node.gguf_blocks import GROUP, CodedRows
+from meshnet_node.packed_layout import ROW_BLOCK, packed_layout
+from meshnet_node.unpacking import UNPACKED_VALUES, unpacked
 
-ROW_BLOCK = 64
-"""Rows are packed in blocks of so many; matrices whose rows fill them can be joined (:meth:`PackedMatrix.joined`)."""
-
-_FEW = 192  # inputs up to which the packed product is faster than unpacking and bfloat16's own
-_UNPACKED_VALUES = 1 << 22  # at most so many values are unpacked at a time
+_FEW = 64  # inputs up to which the packed product is faster than unpacking and bfloat16's own
 _FILL_CODES = 1 << 17  # at most so many codes are widened to int32 at a time, to be packed
 
 _ops: Any = torch.ops.aten
+_PLANE_WEIGHTS = torch.tensor([16, 1], dtype=torch.bfloat16).view(2, 1)
 
 
 def packed_bytes(rows: int, columns: int, planes: int) -> int:
     """Bytes of a packed matrix of that shape."""
-    return -(-rows // ROW_BLOCK) * ROW_BLOCK * columns * planes * 5 // 8
+    return -(-rows // ROW_BLOCK) * ROW_BLOCK * columns * (4 * planes + 1) // 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +40,7 @@ class Packed:
     Attributes:
         planes: 1 for weights of 4 bits, 2 for weights of 8.
         codes: packed, uint8 ``[padded rows, planes * columns / 2]``.
-        scales: bfloat16 ``[planes * columns / 32, padded rows, 2]``: scale and zero.
+        scales: bfloat16 ``[columns / 32, padded rows, 2]``: scale and zero.
     """
 
     rows: int
@@ -76,13 +70,13 @@ class Packed:
         """``inputs @ matrix.T``: bfloat16 ``[n, columns]`` -> bfloat16 ``[n, rows]``."""
         if inputs.shape[0] > _FEW:
             return self._product_unpacked(inputs)
-        given = torch.cat([inputs, inputs], dim=1) if self.planes == 2 else inputs.contiguous()
-        out: torch.Tensor = _ops._weight_int4pack_mm_for_cpu(given, self.codes, GROUP, self.scales)
+        given = _for_planes(inputs) if self.planes == 2 else inputs.contiguous()
+        out: torch.Tensor = _ops._weight_int4pack_mm_for_cpu(given, self.codes, self.planes * GROUP, self.scales)
         return out if out.shape[1] == self.rows else out[:, : self.rows]
 
     def _product_unpacked(self, inputs: torch.Tensor) -> torch.Tensor:
         """For many inputs, where the packed product would unpack each weight again and again."""
-        step = max(1, _UNPACKED_VALUES // (self.columns * ROW_BLOCK)) * ROW_BLOCK
+        step = max(1, UNPACKED_VALUES // (self.columns * ROW_BLOCK)) * ROW_BLOCK
         if step >= self.rows:
             return (inputs @ self._unpacked(0, self.codes.shape[0]))[:, : self.rows]
         out = torch.empty(inputs.shape[0], self.rows, dtype=inputs.dtype)
@@ -92,43 +86,30 @@ class Packed:
         return out
 
     def _unpacked(self, start: int, stop: int) -> torch.Tensor:
-        """The rows of whole blocks as bfloat16 ``[columns, stop - start]``, rounded as bfloat16 arithmetic does."""
-        planes = [self._plane(plane, start, stop) for plane in range(self.planes)]
-        codes = planes[0] if self.planes == 1 else planes[0].mul_(16).sub_(128).add_(planes[1])  # exact: 8 bits
-        kept = self.scales[-(self.columns // GROUP) :, start:stop].unbind(-1)  # of the low plane, where there are two
-        scale = kept[0].unsqueeze(1)
-        grouped = codes.view(self.columns // GROUP, GROUP, stop - start)
-        if self.planes == 2:
-            return grouped.mul_(scale).view(self.columns, -1)
-        zero = kept[1].unsqueeze(1)
-        return grouped.sub_(8).mul_(scale).add_(zero).view(self.columns, -1)
-
-    def _plane(self, plane: int, start: int, stop: int) -> torch.Tensor:
-        """One plane's codes, bfloat16 ``[columns, stop - start]``."""
-        layout = _layout()
-        size, half, width = layout.rows, layout.rows // 2, self.planes * self.columns
-        packed = self.codes[start:stop].view(-1, width, half)
-        packed = packed[:, plane * self.columns : (plane + 1) * self.columns].transpose(0, 1)
-        out = torch.empty(self.columns, packed.shape[1], size, dtype=torch.bfloat16)
-        if layout.is_halved:
-            out[..., :half] = packed & 15
-            out[..., half:] = packed >> 4
-        else:
-            out[..., layout.low] = (packed & 15).to(torch.bfloat16)
-            out[..., layout.high] = (packed >> 4).to(torch.bfloat16)
-        return out.view(self.columns, -1)
+        """The rows of whole blocks as bfloat16 ``[columns, stop - start]``, until the next are unpacked here."""
+        packed = self.codes[start:stop].view(-1, self.columns // GROUP, self.planes, GROUP, packed_layout().rows // 2)
+        return unpacked(packed, self.scales[:, start:stop], packed_layout())
 
     def take(self, indices: torch.Tensor) -> torch.Tensor:
         """Single rows: int64 ``[n]`` -> bfloat16 ``[n, columns]``, rounded once from float32."""
-        layout = _layout()
+        layout = packed_layout()
         half, width = layout.rows // 2, self.planes * self.columns
         within = indices % layout.rows
         packed = self.codes.view(-1, width, half)[indices // layout.rows, :, layout.byte[within]]
         codes = (packed >> layout.shift[within].unsqueeze(1)) & 15
-        scales = self.scales[:, indices].float()  # [groups, n, 2]
-        scale, zero = scales[..., 0].t().unsqueeze(-1), scales[..., 1].t().unsqueeze(-1)
-        values = (codes.view(len(indices), -1, GROUP).float() - 8) * scale + zero
-        return values.view(len(indices), self.planes, self.columns).sum(1).to(torch.bfloat16)
+        grouped = codes.view(len(indices), -1, self.planes, GROUP).float()
+        kept = self.scales[:, indices].float().transpose(0, 1).unsqueeze(-1)  # [n, groups, 2, 1]
+        scale, zero = kept[:, :, 0], kept[:, :, 1]
+        if self.planes == 2:
+            values = (grouped[:, :, 0] * 16 + grouped[:, :, 1] - 128) * scale
+        else:
+            values = (grouped[:, :, 0] - 8) * scale + zero
+        return values.view(len(indices), self.columns).to(torch.bfloat16)
+
+
+def _for_planes(inputs: torch.Tensor) -> torch.Tensor:
+    """``[n, columns]`` -> ``[n, 2 * columns]``: each group 16 times over for its high codes, then as it is."""
+    return (inputs.reshape(len(inputs), -1, 1, GROUP) * _PLANE_WEIGHTS).reshape(len(inputs), -1)
 
 
 class PackedMatrix(nn.Module):
@@ -205,52 +186,7 @@ def _allocate(module: nn.Module, count: tuple[int, ...], rows: int, columns: int
     padded, width = -(-rows // ROW_BLOCK) * ROW_BLOCK, planes * columns
     # Pages of their own: between the short-lived buffers of loading they would tear the heap into holes.
     codes = own_pages(prod(count) * padded * width // 2).view(*count, padded, width // 2)
-    scales = own_pages(prod(count) * padded * width // GROUP * 4).view(torch.bfloat16)
-    scales = scales.view(*count, width // GROUP, padded, 2)
+    scales = own_pages(prod(count) * padded * columns // GROUP * 4).view(torch.bfloat16)
+    scales = scales.view(*count, columns // GROUP, padded, 2)
     module.register_buffer("codes", codes, persistent=False)
     module.register_buffer("scales", scales, persistent=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where the packed form puts the rows of a block of ``rows``, at each column in ``rows / 2`` bytes.
-
-    Attributes:
-        byte, shift: of each row: the byte, and by how many bits it is shifted there.
-        low, high: of each byte: the rows in its low and its high half.
-        is_halved: whether those are simply the first and the second half of the rows.
-    """
-
-    rows: int
-    byte: torch.Tensor
-    shift: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
-    is_halved: bool
-
-
-@cache
-def _layout() -> _Layout:
-    """The layout of this process' CPU, from where the digits of row numbers went.
-
-    Raises:
-        RuntimeError: it is none that is known here; torch has changed.
-    """
-    columns = 2
-    numbers = torch.arange(ROW_BLOCK).unsqueeze(1).expand(-1, columns)
-    ones, sixteens = (
-        _ops._convert_weight_to_int4pack_for_cpu(digit.to(torch.int32).contiguous(), 1).flatten().long()
-        for digit in (numbers % 16, numbers // 16)
-    )
-    low, high = (ones & 15) + 16 * (sixteens & 15), (ones >> 4) + 16 * (sixteens >> 4)
-    # With two columns a block's first half of bytes is the first column, the second half the second.
-    size = next((s for s in (64, 32, 16) if torch.equal(low[: s // 2], low[s // 2 : s])), 0)
-    if not size or sorted([*low[: size // 2].tolist(), *high[: size // 2].tolist()]) != list(range(size)):
-        raise RuntimeError("torch packs 4-bit weights in a way that is not known here")
-    low, high = low[: size // 2], high[: size // 2]
-    byte, shift = torch.empty(size, dtype=torch.int64), torch.empty(size, dtype=torch.uint8)
-    places = torch.arange(size // 2)
-    byte[low], byte[high] = places, places
-    shift[low], shift[high] = 0, 4
-    is_halved = torch.equal(low, places) and torch.equal(high, places + size // 2)
-    return _Layout(size, byte, shift, low, high, is_halved)
