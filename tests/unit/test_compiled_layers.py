@@ -13,10 +13,12 @@ from meshnet_core.errors import HopFailedError
 from meshnet_core.layer_range import LayerRange
 from meshnet_node import packed_linear, step_compiler
 from meshnet_node.layer_sketch import LayerSketch
+from meshnet_node.layer_sketches import sketch_layers
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.packed_linear import PackedLinear, can_pack
 from meshnet_node.shard_loader import load_shard
-from meshnet_node.step_compiler import StoppedError, compile_in_child, folder
+from meshnet_node.step_compiler import compile_in_child, folder
+from meshnet_node.step_frames import StoppedError
 from meshnet_node.step_warm_up import StepState, StepWarmUp
 from shard_routes import Models, Route
 from tiny_models import num_layers
@@ -49,7 +51,7 @@ def logits_of(shard: TorchModelShard) -> torch.Tensor:
 def test_compiled_steps_answer_as_plain_ones(models: Models, family: str) -> None:
     shard = shard_of(models, family)
     plain = logits_of(shard)
-    first = StepWarmUp(shard, sleep=lambda seconds: None)
+    first = StepWarmUp(shard, is_worth=lambda found: True, sleep=lambda seconds: None)
     first.run()
     assert first.status.state is StepState.READY, first.status.detail
     torch.testing.assert_close(logits_of(shard), plain, rtol=0, atol=1e-4)
@@ -66,20 +68,20 @@ def test_packed_weights_are_called_from_compiled_layers_and_kept_libraries_are_l
     packed = sum(isinstance(module, PackedLinear) for _, module in shard.named_modules())
     assert packed or not can_pack()
     plain = logits_of(shard)
-    first = StepWarmUp(shard, sleep=lambda seconds: None)
+    first = StepWarmUp(shard, is_worth=lambda found: True, sleep=lambda seconds: None)
     first.run()
     assert first.status.state is StepState.READY, first.status.detail
     torch.testing.assert_close(logits_of(shard), plain, rtol=0.1, atol=0.1)
 
     monkeypatch.setattr(step_compiler, "_run_child", lambda *_: pytest.fail("there is nothing left to compile"))
     again = shard_of(models, "llama", "bfloat16")
-    second = StepWarmUp(again, sleep=lambda seconds: None)
+    second = StepWarmUp(again, is_worth=lambda found: True, sleep=lambda seconds: None)
     second.run()
     assert second.status.state is StepState.READY, second.status.detail
 
 
 def sketches_of(shard: TorchModelShard) -> list[LayerSketch]:
-    return StepWarmUp(shard)._sketch(shard)[:1]
+    return sketch_layers(shard, lambda: False)[:1]
 
 
 def test_a_child_that_nobody_wants_any_more_is_ended(models: Models) -> None:

@@ -23,12 +23,15 @@ from meshnet_cli.auto_layers import AutoLayers
 from meshnet_cli.node_shards import ShardChoice, WeightsWanted, load_pool
 from meshnet_core.errors import HopFailedError, UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
+from meshnet_node import step_warm_up
 from meshnet_node.compiled_step import CompiledLayer
 from meshnet_node.layer_sketch import LayerSketch
 from meshnet_node.model_backend import ForwardCancelledError, TorchModelShard
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.split import parse_splits
-from meshnet_node.step_compiler import Compile, StoppedError
+from meshnet_node.step_comparison import StepComparison
+from meshnet_node.step_compiler import Compile
+from meshnet_node.step_frames import StoppedError
 from meshnet_node.step_warm_up import StepState, StepStatus, StepWarmUp
 from meshnet_node.verification import Check, verify
 from shard_routes import Models, Route
@@ -54,7 +57,7 @@ def shard_of(models: Models, family: str, *, start: int = 0, dtype: str = "float
 
 
 def warmed(shard: TorchModelShard, compile_layers: Compile = trace_layers) -> StepStatus:
-    warm_up = StepWarmUp(shard, compile_layers, sleep=lambda seconds: None)
+    warm_up = StepWarmUp(shard, compile_layers, is_worth=lambda found: True, sleep=lambda seconds: None)
     warm_up.run()
     return warm_up.status
 
@@ -92,7 +95,7 @@ def test_a_family_answers_the_same(models: Models, family: str) -> None:
         route = Route([(shard, 0)])
         states = route.open()
         logits.append(torch.cat([route.prefill(ids[:17], states), route.decode(ids[17:], 17, states)]))
-        assert len(runs) == compiled * (len(ids) - 17) * num_layers(family)
+        assert len(runs) >= compiled * (len(ids) - 17) * num_layers(family)  # some run chunks of a prompt so too
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-4)
 
 
@@ -156,7 +159,7 @@ def test_verify_names_a_split_whose_steps_differ(models: Models) -> None:
 
 
 def test_verify_finds_what_the_comparison_of_a_shard_passed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepWarmUp, "_compare", lambda *_: None)
+    monkeypatch.setattr(step_warm_up, "compare_steps", lambda *_, **__: StepComparison(None, 2.0, 1.0))
     verification = verify(
         models.folder("llama"),
         parse_splits("0-1,2-3", num_layers("llama")),
@@ -167,6 +170,18 @@ def test_verify_finds_what_the_comparison_of_a_shard_passed(models: Models, monk
         compile_layers=spoilt_layers(1.5),
     )
     assert Check.SPLIT in {result.check for result in verification.differing}
+
+
+def test_a_step_that_is_no_quicker_is_not_used(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = shard_of(models, "llama")
+    for plain_s, state in ((0.002, StepState.REFUSED), (0.004, StepState.READY)):
+        found = StepComparison(None, plain_s, 0.003)
+        monkeypatch.setattr(step_warm_up, "compare_steps", lambda *_, result=found, **__: result)
+        warm_up = StepWarmUp(shard, trace_layers)
+        warm_up.run()
+        assert warm_up.status.state is state
+        assert f"3.0 ms a step, {1000 * plain_s:.1f} plain" in warm_up.status.detail
+    assert shard.whole_view().step is not None
 
 
 def failing(error: Exception) -> Compile:
@@ -206,7 +221,7 @@ def test_frames_run_plain_while_the_layers_compile(models: Models) -> None:
         assert go_on.wait(60)
         return trace_layers(sketches, stopped)
 
-    warm_up = StepWarmUp(shard, compile_layers)
+    warm_up = StepWarmUp(shard, compile_layers, is_worth=lambda found: True)
     shard.warm_up(warm_up)
     assert compiling.wait(60)
     route = Route([(shard, 0)])
@@ -229,7 +244,7 @@ def test_a_shard_that_is_unloaded_while_it_warms_up_is_let_go_of(models: Models)
             compiling.wait(0.01)
         raise StoppedError
 
-    warm_up = StepWarmUp(shard, compile_layers)
+    warm_up = StepWarmUp(shard, compile_layers, is_worth=lambda found: True)
     shard.warm_up(warm_up)
     assert compiling.wait(60)
     weight = weakref.ref(next(shard.whole_view().model.parameters()))

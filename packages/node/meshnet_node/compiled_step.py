@@ -6,7 +6,6 @@ its layers stays its own. Knows nothing of how layers were compiled, nor of whet
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -16,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from meshnet_core.errors import HopFailedError, UnsupportedModelError
 from meshnet_node.layer_call import LayerCall
 from meshnet_node.layer_sketch import LayerSketch, states_of, weights_of
-from meshnet_node.layer_slicing import LayerView, base_of
+from meshnet_node.layer_slicing import LayerView
+from meshnet_node.layer_tree import InPlaceOf, LayerTree, cache_in
 from meshnet_node.step_ops import Attend, running
 
 Library = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -56,45 +56,40 @@ def load_compiled(sketch: LayerSketch, package: Path, about: Path) -> CompiledLa
     return CompiledLayer(sketch, loader.run, **json.loads(about.read_text("utf-8")))
 
 
-class CompiledStep:
-    """All layers of a view, compiled.
+class CompiledStep(LayerTree):
+    """All layers of a view, compiled; for frames that :meth:`takes`.
 
     Args:
         view: whose step this is; its modules are shared.
         layers: one for each of the view's.
         look: called before each layer; may raise.
-
-    Attributes:
-        model, base: run as the view's own, for frames that :meth:`takes`.
     """
 
     def __init__(self, view: LayerView, layers: Sequence[CompiledLayer], look: Callable[[], None]) -> None:
-        plain = base_of(view.model)
-        self._layers = [
+        steps = [
             _StepLayer(number, layer, compiled, look)
-            for number, (layer, compiled) in enumerate(zip(plain.layers, layers, strict=True))
+            for number, (layer, compiled) in enumerate(zip(view.plain_layers, layers, strict=True))
         ]
-        self._stateful = [layer for layer in self._layers if layer.has_states]
-        self.model, self.base = _with_layers(view.model, plain, nn.ModuleList(self._layers))
+        self._stateful = [layer for layer in steps if layer.has_states]
+        super().__init__(view.model, steps)
 
     def takes(self, cache: DynamicCache) -> bool:
         """Whether a single position on ``cache`` can be run; not while a slot records what it may fall back to."""
         return all(layer.takes(cache.layers[layer.number]) for layer in self._stateful)
 
 
-class _StepLayer(nn.Module):
+class _StepLayer(InPlaceOf):
     def __init__(self, number: int, layer: nn.Module, compiled: CompiledLayer, look: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__(layer)
         sketch = compiled.sketch
         self.number = number
         self._look = look
         self._form = sketch.call
         self._places = sketch.places
         self._beside = compiled.beside
-        self._plain = (layer,)  # in a tuple, as below
         self._library = compiled.library
         self._weights = weights_of(layer, sketch)
-        # In a tuple, so that they are no children: the view's own layer is.
+        # In a tuple: they are no children, the view's own layer has them.
         self._called = tuple(layer.get_submodule(name) for name in sketch.called)
         self._attention = None if compiled.attention is None else _attention(layer, compiled.attention)
 
@@ -106,8 +101,9 @@ class _StepLayer(nn.Module):
         return not slot.record_past and all(slot.has_previous_state.values())
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """As the layer that stood here."""
         self._look()
-        slot = _cache_in(arguments, keywords).layers[self.number]
+        slot = cache_in(arguments, keywords).layers[self.number]
         if getattr(slot, "is_sliding", False) and keywords.get("attention_mask") is not None:
             keywords["attention_mask"] = None  # a newest position may see all that a window's slot gives
         call = LayerCall.of(arguments, keywords)
@@ -121,18 +117,7 @@ class _StepLayer(nn.Module):
             getattr(slot, name)[at] = state
         return hidden if self._beside is None else (hidden, *[None] * self._beside)
 
-    def __getattr__(self, name: str) -> Any:
-        """What a model reads of its layers besides calling them."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_plain"][0], name)
-
     __call__ = forward  # nobody hangs hooks on it
-
-
-def _cache_in(arguments: Sequence[Any], keywords: dict[str, Any]) -> DynamicCache:
-    return next(each for each in (*keywords.values(), *arguments) if isinstance(each, DynamicCache))
 
 
 def _attention(layer: nn.Module, about: dict[str, Any]) -> Callable[[Any], Attend]:
@@ -157,25 +142,3 @@ def _attention(layer: nn.Module, about: dict[str, Any]) -> Callable[[Any], Atten
         return attend
 
     return over
-
-
-def _with_layers(model: PreTrainedModel, base: Any, layers: nn.ModuleList) -> tuple[Any, Any]:
-    """Shallow copies of a model and its base, which has ``layers`` in place of its own; all else is shared."""
-    other = _shallow(base)
-    other._modules["layers"] = layers
-    if base is model:
-        return other, other
-    (path,) = [name for name, module in model.named_modules() if module is base]
-    top = above = _shallow(model)
-    *between, last = path.split(".")
-    for name in between:
-        above._modules[name] = _shallow(above._modules[name])
-        above = above._modules[name]
-    above._modules[last] = other
-    return top, other
-
-
-def _shallow(module: Any) -> Any:
-    copied = copy.copy(module)
-    copied._modules = dict(module._modules)
-    return copied

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from meshnet_core.errors import UnsupportedModelError
 
-_TENSOR, _CACHE = "<tensor>", "<cache>"
+_TENSOR, _CACHE, _FUNCTION = "<tensor>", "<cache>", "<function>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class LayerCall:
     """One call, its tensors set apart.
 
     Attributes:
-        form: arguments and keywords, with names in the place of tensors and of the cache.
+        form: arguments and keywords, with names in the place of tensors, functions and the cache.
         tensors: in the order of their places.
     """
 
@@ -35,14 +36,15 @@ class LayerCall:
         """Take a call apart.
 
         Raises:
-            UnsupportedModelError: an argument that is no tensor, cache, plain value, or tuple, list or dict of them.
+            UnsupportedModelError: an argument that is no tensor, cache, function, plain value, or tuple, list or
+                dict of them.
         """
         tensors: list[torch.Tensor] = []
         form = (_form(tuple(arguments), tensors), _form(keywords, tensors))
         return cls(form, tuple(tensors))
 
     def with_tensors(self, tensors: Sequence[torch.Tensor], cache: Cache) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and keywords of a like call."""
+        """Arguments and keywords of a like call; a function, such as how to attend, is left to the layer itself."""
         left = iter(tensors)
         arguments, keywords = (_filled(part, left, cache) for part in self.form)
         return arguments, keywords
@@ -61,6 +63,8 @@ def _form(value: Any, tensors: list[torch.Tensor]) -> Any:
         return value
     if isinstance(value, Cache):
         return _CACHE
+    if isinstance(value, FunctionType):
+        return _FUNCTION
     if isinstance(value, Mapping):
         return ("dict", tuple((name, _form(each, tensors)) for name, each in value.items()))
     if isinstance(value, tuple | list):
@@ -76,4 +80,6 @@ def _filled(form: Any, left: Any, cache: Cache) -> Any:
         return tuple(_filled(each, left, cache) for each in parts)
     if form == _TENSOR:
         return next(left)
-    return cache if form == _CACHE else form
+    if form == _CACHE:
+        return cache
+    return None if form == _FUNCTION else form

@@ -89,8 +89,10 @@ class LayerSketch:
             bare = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(bare, requires_grad=False) if is_parameter else bare
-        shell = copy.copy(layer)
+        shell: Any = copy.copy(layer)
         shell._forward_pre_hooks = OrderedDict()  # they belong to the view, and lead to all of the model
+        if "before" in vars(shell):
+            shell.before = None  # likewise
         sketched = copy.deepcopy(shell, memo)
         each: Any
         for each in sketched.modules():

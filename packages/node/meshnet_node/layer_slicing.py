@@ -46,10 +46,14 @@ class StepTree(Protocol):
 
     Attributes:
         model, base: run in the place of the view's own.
+        layers: those that they have, in order.
     """
 
     model: Any
     base: Any
+
+    @property
+    def layers(self) -> Sequence[nn.Module]: ...
 
     def takes(self, cache: DynamicCache) -> bool:
         """Whether it can run a single position on ``cache``."""

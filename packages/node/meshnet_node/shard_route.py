@@ -50,7 +50,7 @@ class ShardRoute:
             Which shard's steps are not the same or cannot be had, and why; None if all are compiled.
         """
         for shard in self._shards:
-            warm_up = StepWarmUp(shard, compile_layers, sleep=lambda _seconds: None)
+            warm_up = StepWarmUp(shard, compile_layers, is_worth=lambda _found: True, sleep=lambda _seconds: None)
             warm_up.run()
             if warm_up.status.state is not StepState.READY:
                 return f"decode steps of layers {shard.layers} are refused: {warm_up.status.detail}"

@@ -29,6 +29,7 @@ from meshnet_node.cache_folder import default_cache_dir, writing_to_cache
 from meshnet_node.compiled_step import CompiledLayer, load_compiled
 from meshnet_node.layer_sketch import LayerSketch
 from meshnet_node.step_export import TracedLayer
+from meshnet_node.step_frames import StoppedError
 
 Compile = Callable[[Sequence[LayerSketch], Callable[[], bool]], list[CompiledLayer]]
 """From sketches to compiled layers; raises as :func:`compile_in_child` does. Asks often whether to stop."""
@@ -36,10 +37,6 @@ Compile = Callable[[Sequence[LayerSketch], Callable[[], bool]], list[CompiledLay
 FORMAT = 1  # of what is kept: raise it when layers are compiled in another way
 _POLL_S = 0.1
 _one_at_a_time = threading.Lock()  # several shards of a node warm up one after the other
-
-
-class StoppedError(Exception):
-    """Nobody wants the compiled layers any more."""
 
 
 def folder() -> Path:

@@ -12,30 +12,18 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
 
 import torch
-from transformers import DynamicCache
 
-from meshnet_core.errors import MeshnetError, UnsupportedModelError
-from meshnet_core.layer_range import LayerRange
-from meshnet_node.comparison import compare, tolerance_for
-from meshnet_node.compiled_step import CompiledLayer, CompiledStep
-from meshnet_node.layer_call import LayerCall
-from meshnet_node.layer_sketch import LayerSketch
-from meshnet_node.layer_slicing import LayerView
-from meshnet_node.step_compiler import Compile, StoppedError, compile_in_child, folder
+from meshnet_core.errors import MeshnetError
+from meshnet_node.layer_sketches import sketch_layers
+from meshnet_node.step_comparison import StepComparison, compare_steps
+from meshnet_node.step_compiler import Compile, compile_in_child, folder
+from meshnet_node.step_frames import CompilableShard, StoppedError
 
 logger = logging.getLogger(__name__)
-
-PROMPTS = (1, 11, 70)  # positions before the steps that are compared: the last fills windows and turns rooms over
-STEPS = 6  # of each
-CHUNK = 8  # positions of the frames that prefill: a session waits for one of them at most
-REST = 1.0  # times what a frame of the comparison took
 
 
 class StepState(enum.StrEnum):
@@ -57,23 +45,9 @@ class StepStatus:
     detail: str = ""
 
 
-class CompilableShard(Protocol):
-    """What this needs of a shard."""
-
-    layers: LayerRange
-    model_type: str
-
-    def whole_view(self) -> LayerView:
-        """The view of all its layers."""
-        ...
-
-    def its_turn(self) -> AbstractContextManager[object]:
-        """Keeps frames out within the block."""
-        ...
-
-    def use_compiled(self, layers: Sequence[CompiledLayer]) -> None:
-        """Take decode steps through ``layers`` from now on."""
-        ...
+def is_quicker(found: StepComparison) -> bool:
+    """Whether the compiled step took less time."""
+    return found.compiled_s < found.plain_s
 
 
 class StepWarmUp:
@@ -82,6 +56,7 @@ class StepWarmUp:
     Args:
         shard: referred to weakly while it compiles: it may be unloaded.
         compile_layers: see :data:`~meshnet_node.step_compiler.Compile`.
+        is_worth: whether a compiled step that is the same is to be used.
         sleep: between frames of the comparison.
     """
 
@@ -90,6 +65,7 @@ class StepWarmUp:
         shard: CompilableShard,
         compile_layers: Compile = compile_in_child,
         *,
+        is_worth: Callable[[StepComparison], bool] = is_quicker,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -97,6 +73,7 @@ class StepWarmUp:
         self._name = f"layers {shard.layers}"
         self._model_type = shard.model_type
         self._compile = compile_layers
+        self._is_worth = is_worth
         self._now, self._sleep = now, sleep
         self._began = now()
         self._stopped = threading.Event()
@@ -143,24 +120,26 @@ class StepWarmUp:
 
     def _run(self) -> None:
         logger.info("compiling the decode step of %s beside the plain one, kept in %s", self._name, folder())
-        sketches = self._sketch(self._held())
+        sketches = sketch_layers(self._held(), self._stopped.is_set)
         kinds = {sketch.kind: sketch for sketch in sketches}
         compiled = self._compile(list(kinds.values()), self._stopped.is_set)
         by_kind = dict(zip(kinds, compiled, strict=True))
         self._tell(StepState.COMPARING)
         layers = [by_kind[sketch.kind] for sketch in sketches]
         shard = self._held()
-        if (objection := self._compare(shard, layers)) is not None:
-            self._refuse(f"it differs from the plain one: {objection}")
+        found = compare_steps(shard, layers, stopped=self._stopped.is_set, sleep=self._sleep)
+        if found.objection is not None:
+            self._refuse(f"it differs from the plain one: {found.objection}")
+            return
+        took = f"{1000 * found.compiled_s:.1f} ms a step, {1000 * found.plain_s:.1f} plain"
+        if not self._is_worth(found):
+            self._refuse(f"it is no quicker than the plain one: {took}")
             return
         with shard.its_turn():
             self._check_held()
             shard.use_compiled(layers)
-        self._tell(StepState.READY, f"{len(kinds)} kinds of layers")
-        logger.info(
-            "decode steps of %s are compiled now, %d kinds of layers, after %.0f s",
-            self._name, len(kinds), self._status.seconds,
-        )  # fmt: skip
+        self._tell(StepState.READY, took)
+        logger.info("decode steps of %s are compiled now, after %.0f s: %s", self._name, self._status.seconds, took)
 
     def _held(self) -> CompilableShard:
         self._check_held()
@@ -182,131 +161,3 @@ class StepWarmUp:
             return
         self._tell(StepState.REFUSED, reason)
         logger.warning("decode steps of %s stay plain; the compiled one is not used: %s", self._name, reason)
-
-    # -- looking at the plain step -------------------------------------------------------------------------------------
-
-    def _sketch(self, shard: CompilableShard) -> list[LayerSketch]:
-        """Of each layer, by looking at two steps."""
-        view = shard.whole_view()
-        modules = list(view.plain_layers)
-        if type(view.new_cache()) is not DynamicCache:
-            raise UnsupportedModelError(f"{self._model_type} has a cache of a kind of its own")
-        if "chunked_attention" in (getattr(view.config, "layer_types", None) or ()):
-            raise UnsupportedModelError(f"{self._model_type} attends to chunks, which a step needs masks for")
-        calls: list[list[LayerCall]] = [[] for _ in modules]
-        inputs = _inputs(view, 3)
-        with shard.its_turn(), torch.inference_mode():
-            self._check_held()
-            cache = view.new_cache()
-            hooks = [
-                module.register_forward_pre_hook(_noting(noted), with_kwargs=True)
-                for module, noted in zip(modules, calls, strict=True)
-            ]
-            try:
-                for position in range(3):
-                    _frame(view, inputs, position, 1, cache)
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            empty = view.new_cache().layers
-        for _, second, third in calls:
-            if not second.like(third):
-                raise UnsupportedModelError(
-                    f"a step of {self._model_type} has shapes that grow with the positions before it"
-                )
-        return [
-            LayerSketch.of(module, noted[-1], slot, filled)
-            for module, noted, slot, filled in zip(modules, calls, empty, cache.layers, strict=True)
-        ]
-
-    # -- comparing -----------------------------------------------------------------------------------------------------
-
-    def _compare(self, shard: CompilableShard, layers: Sequence[CompiledLayer]) -> str | None:
-        """What is wrong with the compiled step, in words; None if it is the same but for rounding."""
-        view = shard.whole_view()
-        step = CompiledStep(view, layers, view.look_at_cancel)
-        plain, compiled, together = [], [], []
-        for prompt in PROMPTS:
-            inputs = _inputs(view, prompt + STEPS)
-            plain.append(self._steps(shard, view, inputs, prompt, None))
-            compiled.append(self._steps(shard, view, inputs, prompt, step))
-            cache = self._prefilled(shard, view, inputs, prompt)
-            frame = partial(_frame, view, inputs, prompt, STEPS, cache)
-            together.append(self._one(shard, frame)[0].float().cpu())
-        compiled, together = (_scaled(view, rows, plain) for rows in (compiled, together))
-        plain = _scaled(view, plain, plain)
-        tolerance = tolerance_for(view.model.dtype, torch.cat(plain), [compare(together, plain)])
-        return tolerance.objection(compare(compiled, plain))
-
-    def _steps(
-        self, shard: CompilableShard, view: LayerView, inputs: torch.Tensor, prompt: int, through: CompiledStep | None
-    ) -> torch.Tensor:
-        cache = self._prefilled(shard, view, inputs, prompt)
-        steps = [self._one(shard, partial(_frame, view, inputs, prompt + at, 1, cache, through)) for at in range(STEPS)]
-        return torch.cat(steps, dim=1)[0].float().cpu()
-
-    def _prefilled(self, shard: CompilableShard, view: LayerView, inputs: torch.Tensor, prompt: int) -> DynamicCache:
-        cache = view.new_cache()
-        for at in range(0, prompt, CHUNK):
-            count = min(CHUNK, prompt - at)
-            self._one(shard, partial(_frame, view, inputs, at, count, cache))
-        return cache
-
-    def _one(self, shard: CompilableShard, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run one frame in the shard's turn, then rest."""
-        with shard.its_turn(), torch.inference_mode():
-            self._check_held()
-            began = self._now()
-            result = run()
-            took = self._now() - began
-        self._sleep(REST * took)
-        return result
-
-
-def _noting(noted: list[LayerCall]) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-    def note(_module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        noted.append(LayerCall.of(arguments, keywords))
-
-    return note
-
-
-def _inputs(view: LayerView, count: int) -> torch.Tensor:
-    """Token ids ``[1, count]``, or hidden states ``[1, count, hidden]``, drawn with a fixed seed."""
-    draw = torch.Generator().manual_seed(0)
-    config, like = view.config, next(iter(view.plain_layers.parameters()))
-    if view.layers.start == 0:
-        return torch.randint(config.vocab_size, (1, count), generator=draw).to(like.device)
-    return torch.randn(1, count, config.hidden_size, generator=draw).to(like.device, view.model.dtype)
-
-
-def _frame(
-    view: LayerView,
-    inputs: torch.Tensor,
-    position: int,
-    count: int,
-    cache: DynamicCache,
-    through: CompiledStep | None = None,
-) -> torch.Tensor:
-    """Logits ``[1, count, vocab]`` of the last shard, hidden states ``[1, count, hidden]`` of another."""
-    before, view.step = view.step, through
-    try:
-        return view.forward(
-            inputs[:, position : position + count],
-            position=position,
-            cache=cache,
-            sample=count if view.is_last else 0,
-            cancelled=lambda: False,
-        )
-    finally:
-        view.step = before
-
-
-def _scaled(view: LayerView, rows: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Runs of a shard, ``[positions, width]``, as :mod:`meshnet_node.comparison` takes them.
-
-    Logits as they are; hidden states, whose size differs a thousandfold between models, by that of the plain one's.
-    """
-    if view.is_last:
-        return list(rows)
-    sizes = [each.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12) for each in plain]
-    return [each / size for each, size in zip(rows, sizes, strict=True)]
