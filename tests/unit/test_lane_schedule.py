@@ -11,8 +11,6 @@ import pytest
 
 from meshnet_node.lane_schedule import (
     FIRST_PIECE,
-    GATHER,
-    GATHER_S,
     HOLD,
     PIECE,
     STEP_POSITIONS,
@@ -21,6 +19,7 @@ from meshnet_node.lane_schedule import (
     Taken,
     is_step,
 )
+from meshnet_node.step_gathering import APART, APART_S, PATIENCE
 
 
 @dataclass
@@ -114,8 +113,6 @@ def test_steps_that_come_in_one_after_the_other_are_gathered_for_a_moment(lane: 
     lane.put(step("a"))
     wait = lane.schedule.take(lane.now)
     assert isinstance(wait, float)
-    gather_s = min(GATHER_S, GATHER * lane.step_s)
-    assert wait == pytest.approx(gather_s)
     lane.now += wait / 2
     lane.put(step("b"))
     assert isinstance(lane.schedule.take(lane.now), float)
@@ -124,7 +121,29 @@ def test_steps_that_come_in_one_after_the_other_are_gathered_for_a_moment(lane: 
     lane.put(step("a"))
     began = lane.now
     assert lane.run()[0] == "a"
-    assert lane.now - began == pytest.approx(lane.step_s + gather_s)
+    assert lane.now - began == pytest.approx(lane.step_s * (1 + PATIENCE))
+
+
+def test_groups_that_fell_apart_become_as_large_as_all_can_be(lane: Lane) -> None:
+    """Eight sessions over two hops: what waits for less than a forward is one group of four, not three and one."""
+    together = [ScriptedJob(turn, batch="b", batch_limit=32, hops=2) for turn in "abcdefgh"]
+    lane.put(*together)
+    assert [lane.run()[0], lane.run()[0]] == ["a+b+c+d", "e+f+g+h"]
+    again = [ScriptedJob(turn, batch="b", batch_limit=32, hops=2) for turn in "abcd"]
+    lane.put(again[0])
+    lane.now += lane.step_s / 2
+    assert isinstance(lane.schedule.take(lane.now), float)
+    lane.put(*again[1:])
+    assert lane.run()[0] == "a+b+c+d"
+
+
+def test_a_long_frame_waits_for_no_group(lane: Lane) -> None:
+    lane.put(*(step(turn) for turn in "abc"))
+    lane.run()
+    lane.put(step("a"), ScriptedJob("p0", 100))
+    began = lane.now
+    assert lane.run()[0] == "a"
+    assert lane.now - began == pytest.approx(lane.step_s + min(APART_S, APART * lane.step_s))
 
 
 def test_only_frames_of_one_batch_run_together_and_one_of_each_session(lane: Lane) -> None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Generic, Protocol, TypeVar
 
+from meshnet_node.step_gathering import StepGathering
+
 STEP_POSITIONS = 16
 """Frames of up to so many positions are steps: reading the weights is most of what they take. The least piece, too."""
 VERIFY_POSITIONS = 32
@@ -32,9 +34,6 @@ HOLD = 3.0
 """A prefill waits for the steps to come for at most so many times what it took: at each of two hops another piece may
 run, and the steps are to have half of the time at both."""
 PIECE = 4.0  # batches of steps that a piece takes
-GATHER_S, GATHER = 0.01, 0.1
-"""Frames that left a node together come in one after the other, this far apart at most, in seconds and in batches."""
-GATHER_MOST = 0.25  # batches' time that an idle lane waits for more steps, while they come
 _WEIGHT = 0.2  # of the newest batch in the mean of what one takes
 
 
@@ -97,8 +96,7 @@ class LaneSchedule(Generic[J]):
 
     step_s: float | None = None
     _queues: OrderedDict[object, deque[J]] = field(default_factory=OrderedDict)
-    _came: float = 0.0  # the newest step
-    _gathering_since: float | None = None
+    _gathering: StepGathering = field(default_factory=StepGathering)
     _stepped: OrderedDict[object, tuple[float, Hashable | None]] = field(default_factory=OrderedDict)  # see `_about`
     _owed_s: float = 0.0  # to steps, for what long frames took
     _slack_s: float = 0.0  # of it, that need not be paid before the next long frame
@@ -115,7 +113,7 @@ class LaneSchedule(Generic[J]):
     def put(self, turn: object, job: J, now: float) -> None:
         """Queue a job behind those of its turn; a turn that had none stands at the end."""
         if job.is_step:
-            self._came = now
+            self._gathering.came(now)
             self._note_step(turn, now, job.batch)
             self._about(now)  # forgets those that have gone, whoever asks for them or not
         self._queues.setdefault(turn, deque()).append(job)
@@ -154,6 +152,7 @@ class LaneSchedule(Generic[J]):
     def ran(self, taken: Taken[J], seconds: float, now: float) -> None:
         """Note what a job or a batch took."""
         if taken.jobs[0].is_step:
+            self._gathering.cost.ran(len(taken.jobs), seconds)
             self.step_s = seconds if self.step_s is None else self.step_s + _WEIGHT * (seconds - self.step_s)
             for turn in taken.turns:
                 self._note_step(turn, now, taken.jobs[0].batch)
@@ -183,22 +182,22 @@ class LaneSchedule(Generic[J]):
 
     def _most(self, first: J, now: float) -> int:
         """Steps in one forward: the sessions about, spread over their hops, so that each of those has some to run."""
+        return min(first.batch_limit, max(1, ceil(self._alike(first, now) / first.hops)))
+
+    def _alike(self, first: J, now: float) -> int:
+        """Sessions about whose steps can run in one forward with ``first``."""
         alike = {turn for turn, (_, batch) in self._about(now).items() if batch == first.batch}
-        alike |= {turn for turn, queue in self._queues.items() if queue[0].batch == first.batch}
-        return min(first.batch_limit, max(1, ceil(len(alike) / first.hops)))
+        return len(alike | {turn for turn, queue in self._queues.items() if queue[0].batch == first.batch})
 
     def _gather_s(self, first: J, together: int, now: float) -> float:
-        """Seconds for which steps that wait leave the lane idle, since more are just coming in."""
-        if first.batch is None or together >= self._most(first, now):
-            self._gathering_since = None
+        """Seconds for which steps that wait leave the lane idle, since more are to come in."""
+        if first.batch is None:
             return 0.0
-        if self._gathering_since is None:
-            self._gathering_since = now
-        step_s = self.step_s or 0.0
-        until = min(self._came + min(GATHER_S, GATHER * step_s), self._gathering_since + GATHER_MOST * step_s)
-        if now >= until:
-            self._gathering_since = None
-        return max(0.0, until - now)
+        most = self._most(first, now)
+        # What each group has if all are alike; but a long frame, which could run meanwhile, waits for no such group.
+        nobody_waits = all(queue[0].is_step for queue in self._queues.values())
+        enough = min(most, self._alike(first, now) // first.hops) if nobody_waits else 0
+        return self._gathering.wait_s(together, enough, most, now, self.step_s or 0.0)
 
     def _note_step(self, turn: object, now: float, batch: Hashable | None) -> None:
         self._stepped[turn] = (now, batch)
