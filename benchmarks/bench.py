@@ -89,7 +89,7 @@ def parse(
 def main() -> None:
     """Measure, write tables to standard error, and keep a result for each model."""
     keys, plan, peers, given = parse()
-    console = begin()
+    console = begin(width=170)
     for key in keys:
         model = MODELS[key]
         if model.random:

@@ -63,8 +63,9 @@ def save_verdicts(title: str, verdicts: Mapping[str, Verdict], path: Path) -> No
         axes.plot(middle, row, marker="o", color=color)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_yticks(range(len(verdicts)), [label_of(key, verdict) for key, verdict in verdicts.items()], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("by the target: right of 1 is better (median and interval; green: the interval reaches it)")
+    axes.set_ylim(len(verdicts) - 0.5, -0.5)
+    told = "by the target: right of 1 is better (median and interval; green: the interval reaches it)"
+    axes.set_xlabel(told, fontsize=8)
     axes.set_title(title, fontsize=10)
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -116,7 +116,7 @@ def take(step: Step, console: Console) -> dict[str, Any] | None:
         return None
     document = json.loads(result_path(name, ".json").read_text("utf-8"))
     return {
-        "command": [step.module, *step.arguments],
+        "command": step.told,
         "seconds": round(seconds, 1),
         "began": began,
         "doubtful": document.get("busy_elsewhere", 0.0) > QUIET_CORES,
@@ -183,7 +183,7 @@ def main() -> int:
     done: dict[str, Any] = json.loads(path.read_text("utf-8"))["steps"] if path.is_file() else {}
     facts, failed, every = environment.facts(), [], steps_of(given.repeats, peer_options(given))
     for index, step in enumerate(given.steps):
-        if given.resume and done.get(step.name, {}).get("command") == [step.module, *step.arguments]:
+        if given.resume and done.get(step.name, {}).get("command") == step.told:
             console.print(f"{step.name}: is there already", style="dim")
             continue
         console.print(f"step {index + 1} of {len(given.steps)}", style="bold")

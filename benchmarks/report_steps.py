@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 HYBRID = "qwen3.5-moe"
+PATHS = {"--llama-bin", "--language-pipes-python"}  # options whose values are paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,12 @@ class Step:
         """Lines that it belongs to."""
         return sorted(set(self.asked.values()))
 
+    @property
+    def told(self) -> list[str]:
+        """The command after ``python -m``, without paths of this machine."""
+        hidden = [before in PATHS for before in ("", *self.arguments)]
+        return [self.module, *("PATH" if hide else word for hide, word in zip(hidden, self.arguments, strict=False))]
+
     def number_of(self, key: str) -> str | None:
         """The line of a figure; None where it is of none."""
         fits = [start for start in self.asked if key.startswith(start)]
@@ -55,7 +62,7 @@ def steps_of(repeats: int, peers: Sequence[str]) -> list[Step]:
         Step(
             "decode",
             "benchmarks.bench",
-            ("--models", "smollm2", "--new-tokens", "160", *often, *plain, *peers),
+            ("--models", "smollm2", "--new-tokens", "128", *often, *plain, *peers),
             DECODE,
         ),
         Step(
@@ -67,7 +74,8 @@ def steps_of(repeats: int, peers: Sequence[str]) -> list[Step]:
         Step("hop", "benchmarks.hop_overhead", ("--rounds", str(2 * repeats + 1)), {"": "4"}),
         Step("first-token", "benchmarks.first_token", ("--repeats", str(repeats + 2)), {"": "5"}),
         Step("memory", "benchmarks.packed_memory", often, {"": "8"}),
-        Step("slow-links", "benchmarks.slow_links", often, {"": "7"}),
+        Step("slow-links-float32", "benchmarks.slow_links", ("--dtype", "float32", *often), {"": "7"}),
+        Step("slow-links-bfloat16", "benchmarks.slow_links", ("--dtype", "bfloat16", *often), {"": "7"}),
         Step("sessions-float32", "benchmarks.concurrency", ("--dtype", "float32", *many), {"": "6"}),
         Step("sessions-bfloat16", "benchmarks.concurrency", ("--dtype", "bfloat16", *many), {"": "6"}),
         Step(

@@ -61,7 +61,9 @@ def test_a_figure_of_the_decode_benchmark_belongs_to_its_line(key: str, number: 
 
 def test_lines_and_steps_can_be_chosen() -> None:
     assert [step.name for step in parse(["--only", "5,hop", "--no-hybrid"]).steps] == ["hop", "first-token"]
-    assert parse(["--peers", "--llama-bin", "b"]).steps[0].arguments[-3:] == ("--peers", "--llama-bin", "b")
+    step = parse(["--peers", "--llama-bin", "b"]).steps[0]
+    assert step.arguments[-3:] == ("--peers", "--llama-bin", "b")
+    assert step.told[-3:] == ["--peers", "--llama-bin", "PATH"]
 
 
 @pytest.mark.parametrize("options", [["--only", "12"], ["--repeats", "0"], ["--llama-bin", "b"], ["--unknown"]])
