@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-from relay import Relay, Through, relaying
+from benchmarks.relay import Relay, Through, relaying
 
 
 @dataclass

@@ -10,8 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import h11
-
-from relay import Relay, Through, relaying
+from benchmarks.relay import Relay, Through, relaying
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A relay between real processes, on loopback: the part that whatever sits on the way has in common."""
+"""A relay between real processes, on loopback: the part that whatever sits on the way has in common, for tests too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+PIECE = 2**18  # bytes that are read at once
 Through = Callable[[bytes], bytes]
 """Is given each piece that comes, and returns what is passed on."""
 
@@ -48,20 +49,28 @@ class Relay:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Of one connection, both ways."""
         sent, answered = self.sent_through(), self.answered_through()
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
-        back = asyncio.create_task(self._pump(up_reader, writer, answered))
+        try:
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+        except ConnectionError:  # as if nobody listened here
+            writer.close()
+            return
+        back = asyncio.create_task(self._carry(up_reader, writer, answered))
         self._tasks.add(back)
         back.add_done_callback(self._tasks.discard)
-        await self._pump(reader, up_writer, sent)
+        await self._carry(reader, up_writer, sent)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, through: Through) -> None:
-        self._open.add(writer)
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, through: Through) -> None:
+        self._open.add(sink)
         with suppress(ConnectionError):
-            while data := await reader.read(65536):
-                writer.write(through(data))
-                await writer.drain()
-        self._open.discard(writer)
-        writer.close()
+            await self._pump(source, sink, through)
+        self._open.discard(sink)
+        sink.close()
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, through: Through) -> None:
+        """Pass on what comes until nothing more does."""
+        while data := await source.read(PIECE):
+            sink.write(through(data))
+            await sink.drain()
 
 
 R = TypeVar("R", bound=Relay)
@@ -77,3 +86,6 @@ async def relaying(relay: R) -> AsyncIterator[R]:
     finally:
         server.close()
         relay.cut()
+        for task in list(relay._tasks):
+            task.cancel()
+        await asyncio.gather(*relay._tasks, return_exceptions=True)
