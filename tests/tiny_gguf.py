@@ -19,12 +19,26 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+from meshnet_core.layer_range import LayerRange
+from meshnet_node.model_files import open_model
+
 Q8, F32, F16 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>{% endfor %}"
 )
 VOCAB = 256 + len(SPECIALS) + 1
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+"""Of the tiny llama, and of others like it."""
 
 
 @dataclass
@@ -251,3 +265,12 @@ def lfm2(*, seed: int = 0) -> TinyGguf:
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     rng = np.random.default_rng(seed)
     return TinyGguf("lfm2", metadata, {name: _drawn(rng, shape) for name, shape in shapes.items()})
+
+
+def tiny_llama(**settings: Any) -> TinyGguf:
+    return processed("llama", "llama", **{**SIZES, **settings})
+
+
+def convert(path: Path, cache: Path, layers: LayerRange | None = None, dtype: str = "float32") -> Path:
+    model = open_model(str(path), cache_dir=cache)
+    return model.prepare(layers or LayerRange(0, model.num_layers), dtype=dtype)

@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import smollm2
 import tiny_gguf
-from meshnet_core.errors import InvalidInputError, UnsupportedModelError
+from meshnet_core.errors import UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.gguf_conversion import GgufConversion
-from meshnet_node.gguf_header import read_gguf_header
 from meshnet_node.model_files import open_model
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.tensor_index import index_folder
-from tiny_gguf import F32, Q8, TinyGguf
+from tiny_gguf import F32, SIZES, TinyGguf, convert, tiny_llama
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, Callable[[], TinyGguf]] = {
     "llama": lambda: tiny_gguf.processed("llama", "llama", **SIZES),
@@ -54,15 +40,6 @@ FAMILIES: dict[str, Callable[[], TinyGguf]] = {
     "qwen35": tiny_gguf.qwen35,
     "qwen35moe": lambda: tiny_gguf.qwen35(moe=True),
 }
-
-
-def tiny_llama(**settings: Any) -> TinyGguf:
-    return tiny_gguf.processed("llama", "llama", **{**SIZES, **settings})
-
-
-def convert(path: Path, cache: Path, layers: LayerRange | None = None, dtype: str = "float32") -> Path:
-    model = open_model(str(path), cache_dir=cache)
-    return model.prepare(layers or LayerRange(0, model.num_layers), dtype=dtype)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -309,132 +286,6 @@ def test_further_end_tokens_end_an_answer(tmp_path: Path) -> None:
     tiny.metadata["tokenizer.ggml.eot_token_id"] = 1
     model = open_model(str(tiny.write(tmp_path / "tiny.gguf")), cache_dir=tmp_path / "cache")
     assert json.loads(model.text_files()["generation_config.json"])["eos_token_id"] == [2, 1]
-
-
-# --- refusals
-
-
-def _with_metadata(**more: Any) -> TinyGguf:
-    tiny = tiny_llama()
-    tiny.metadata |= {key.replace("__", "."): value for key, value in more.items()}
-    return tiny
-
-
-@pytest.mark.parametrize(
-    ("tiny", "reason"),
-    [
-        (lambda: TinyGguf("qwen3next", {}), r"architecture qwen3next, which transformers cannot read.*safetensors"),
-        (lambda: TinyGguf("deepseek2", {}), r"architecture deepseek2"),
-        (lambda: _with_metadata(llama__expert_count=8), r"mixture of experts of architecture llama"),
-        (lambda: _with_metadata(general__type="adapter"), r"of type adapter"),
-        (lambda: _with_metadata(split__count=3), r"one of 3 split files.*--merge"),
-        (
-            lambda: _with_metadata(llama__rope__scaling__type="linear", llama__rope__scaling__factor=4.0),
-            r"scales its rotary positions \(linear\)",
-        ),
-    ],
-    ids=["qwen3next", "deepseek2", "mixtral", "adapter", "split", "rope-scaling"],
-)
-def test_what_cannot_be_read_rightly_is_refused_by_name(tiny: Any, reason: str, tmp_path: Path) -> None:
-    path = tiny().write(tmp_path / "tiny.gguf")
-    with pytest.raises(UnsupportedModelError, match=reason):
-        open_model(str(path), cache_dir=tmp_path / "cache")
-
-
-def test_tensors_must_match_the_model_one_to_one(tmp_path: Path) -> None:
-    extra, missing, shape = tiny_llama(), tiny_llama(), tiny_llama()
-    extra.tensors["blk.0.attn_sinks.weight"] = (np.ones(4, np.float32), F32)
-    del missing.tensors["blk.1.ffn_up.weight"]
-    shape.tensors["blk.1.ffn_up.weight"] = (np.ones((64, 64), np.float32), Q8)
-    for name, tiny, reason in (
-        ("extra", extra, "drops blk.0.attn_sinks.weight"),
-        ("missing", missing, "lacks 1 tensors .* model.layers.1.mlp.up_proj.weight"),
-        ("shape", shape, r"has the shape \[64, 64\] in this GGUF of llama and \[96, 64\]"),
-    ):
-        with pytest.raises(UnsupportedModelError, match=reason):
-            convert(tiny.write(tmp_path / f"{name}.gguf"), tmp_path / "cache")
-
-
-def test_a_block_type_without_a_dequantiser_is_refused(tmp_path: Path) -> None:
-    tiny = tiny_llama()
-    path = tiny.write(tmp_path / "tiny.gguf")
-    data = bytearray(path.read_bytes())
-    name = b"blk.1.ffn_up.weight"
-    at = data.index(name) + len(name) + 4 + 2 * 8
-    assert struct.unpack_from("<I", data, at)[0] == Q8.value
-    struct.pack_into("<I", data, at, gguf.GGMLQuantizationType.I8.value)
-    path.write_bytes(data)
-    with pytest.raises(UnsupportedModelError, match=r"type I8.*another way"):
-        open_model(str(path), cache_dir=tmp_path / "cache")
-
-
-def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
-    tiny = tiny_llama()
-    tiny.tensors["output_norm.weight"] = (np.full(64, 1e6, np.float32), F32)
-    path = tiny.write(tmp_path / "tiny.gguf")
-    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight has values beyond float16"):
-        convert(path, tmp_path / "cache", dtype="float16")
-    assert not list((tmp_path / "cache").rglob("head.safetensors"))
-    convert(path, tmp_path / "cache", dtype="bfloat16")
-
-
-def test_a_disk_without_room_is_refused_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tiny_llama().write(tmp_path / "tiny.gguf")
-    monkeypatch.setattr("shutil.disk_usage", lambda _folder: type("", (), {"free": 1000}))
-    with pytest.raises(InvalidInputError, match="MESHNET_CACHE"):
-        convert(path, tmp_path / "cache")
-
-
-# --- garbage
-
-
-@given(st.binary(max_size=300))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_bytes_are_refused(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "x.gguf"
-    path.write_bytes(data)
-    with pytest.raises(InvalidInputError, match="not a usable GGUF file"):
-        read_gguf_header(path)
-    path.write_bytes(b"GGUF" + struct.pack("<I", 3) + data)
-    with pytest.raises(InvalidInputError, match="not a usable GGUF file"):
-        read_gguf_header(path)
-
-
-@given(st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
-def test_a_changed_head_never_crashes_the_reader(tmp_path: Path, data: st.DataObject) -> None:
-    whole = tmp_path / "whole.gguf"
-    if not whole.is_file():
-        tiny_llama(num_hidden_layers=1).write(whole)
-    content = bytearray(whole.read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, 12_000))] = data.draw(st.integers(0, 255))
-    path = tmp_path / "x.gguf"
-    path.write_bytes(content)
-    try:
-        read_gguf_header(path)
-    except InvalidInputError as error:
-        assert "not a usable GGUF file" in error.message  # noqa: PT017  either is right here
-
-
-def test_a_broken_download_is_refused(tmp_path: Path) -> None:
-    path = tiny_llama().write(tmp_path / "tiny.gguf")
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(InvalidInputError, match="broken download"):
-        open_model(str(path), cache_dir=tmp_path / "cache")
-
-
-def test_a_header_equals_what_the_gguf_package_reads(tmp_path: Path) -> None:
-    path = tiny_gguf.qwen35(moe=True).write(tmp_path / "tiny.gguf")
-    header, reader = read_gguf_header(path), gguf.GGUFReader(path)
-    assert set(header.tensors) == {tensor.name for tensor in reader.tensors}
-    for theirs in reader.tensors:
-        own = header.tensors[theirs.name]
-        assert (own.start, own.nbytes, own.ggml_type) == (theirs.data_offset, theirs.n_bytes, theirs.tensor_type)
-        assert list(reversed(own.shape)) == theirs.shape.tolist()
-    assert header.metadata["tokenizer.ggml.tokens"] == tiny_gguf.VOCAB
-    assert header.metadata["qwen35moe.rope.dimension_sections"] == [2, 1, 1, 0]
-    assert math.isclose(header.metadata["qwen35moe.attention.layer_norm_rms_epsilon"], 1e-6, rel_tol=1e-6)
 
 
 # --- the cache
