@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from in_process_mesh import random_prompt
 from meshnet_core.layer_range import LayerRange
-from meshnet_node import layer_slicing, packed_linear
+from meshnet_node import cpu_attention, layer_slicing, packed_linear
 from meshnet_node.cpu_attention import attend
 from meshnet_node.model_backend import ShardResult, ShardWork
 from meshnet_node.packed_linear import PackedLinear, can_pack
@@ -103,8 +103,26 @@ def test_heads_that_ask_together_find_what_each_finds_alone(sharing: int, positi
     torch.testing.assert_close(mine.double(), exact.transpose(1, 2), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("sharing", [2, 3, 7])
+@pytest.mark.parametrize("rows", [1, 3])
 @torch.inference_mode()
-def test_several_positions_and_masks_go_the_usual_way() -> None:
+def test_so_do_several_positions_behind_others(sharing: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.randn(rows, 4 * sharing, 17, 64, dtype=torch.bfloat16)
+    key, value = torch.randn(2, rows, 4, 80, 64, dtype=torch.bfloat16)
+    mask = torch.ones(rows, 1, 17, 80, dtype=torch.bool).tril(63)
+    module = Attention(sharing)
+    theirs, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.2)
+    monkeypatch.setattr(cpu_attention, "sdpa_attention_forward", None)
+    mine, _ = attend(module, query, key, value, mask, scaling=0.2)
+    torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
+    added = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, float("-inf"))
+    mine, _ = attend(module, query, key, value, added, scaling=0.2)
+    torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
+
+
+@torch.inference_mode()
+def test_all_else_goes_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "_LARGEST_MASK", 2 * 2 * 9 - 1)
     module = Attention(2)
     key, value = torch.randn(2, 1, 2, 9, 16)
     for count, mask in ((9, None), (2, torch.ones(1, 1, 2, 9).tril(7) > 0), (1, torch.arange(9).view(1, 1, 1, 9) > 3)):
