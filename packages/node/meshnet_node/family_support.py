@@ -51,6 +51,9 @@ class Family:
         reads_weights: attributes of linear modules whose weights the model's own code reads; they stay as they are.
         runs_together: newest positions of several sessions may run in one forward, each on state of its own. The tests
             run every family so, alone and together.
+        quick: its decoder layers and the loop over them are Llama's, so that :mod:`meshnet_node.quick_layer` may stand
+            for them: norms of the same rounding, rope over whole heads, perhaps norms of heads before it, and anything
+            in the place of the MLP. The tests compare each with transformers' own, bit for bit.
         note: for people who choose a model; goes into ``docs/families.md``.
     """
 
@@ -63,6 +66,7 @@ class Family:
     steps_only: bool = False
     reads_weights: frozenset[str] = frozenset()
     runs_together: bool = True
+    quick: bool = False
     note: str = ""
 
 
@@ -108,27 +112,27 @@ FAMILIES: dict[str, Family] = {
         Family("kimi_linear", takes_masks=True, runs_together=False),  # as deepseek_v3
         Family("lfm2", takes_masks=True, final_norm="embedding_norm"),
         Family("lfm2_moe", takes_masks=True, final_norm="embedding_norm"),
-        Family("llama"),
+        Family("llama", quick=True),
         Family("llama4_text", takes_masks=True),
         Family("mamba2", final_norm="norm_f", note="Its state does not grow."),
         Family("minimax", takes_masks=True, new_cache=adapters.minimax_cache),
-        Family("ministral", takes_masks=True),
-        Family("mistral"),
-        Family("mixtral"),
+        Family("ministral", takes_masks=True, quick=True),
+        Family("mistral", quick=True),
+        Family("mixtral", quick=True),
         Family("nemotron_h", takes_masks=True, final_norm="norm_f"),
         Family("olmo2"),
         Family("olmo3", takes_masks=True),
         Family("olmo_hybrid", takes_masks=True),
         Family("phi3"),
-        Family("qwen2", takes_masks=True),
-        Family("qwen2_moe", takes_masks=True),
-        Family("qwen3", takes_masks=True),
+        Family("qwen2", takes_masks=True, quick=True),
+        Family("qwen2_moe", takes_masks=True, quick=True),
+        Family("qwen3", takes_masks=True, quick=True),
         Family("qwen3_5_moe_text", takes_masks=True),
         Family("qwen3_5_text", takes_masks=True),
-        Family("qwen3_moe"),
+        Family("qwen3_moe", quick=True),
         Family("qwen3_next", takes_masks=True),
-        Family("seed_oss"),
-        Family("smollm3", takes_masks=True),
+        Family("seed_oss", quick=True),
+        Family("smollm3", takes_masks=True, quick=True),
         Family("starcoder2"),
         Family("zamba2", final_norm="final_layernorm", bond=adapters.bond_of_zamba2),
     )

@@ -56,10 +56,12 @@ class _Room:
     slot alone. It has no ``__dict__``, so that who looks for a cache's tensors finds the view, whose storage this is.
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("_held", "_start", "_view")
 
     def __init__(self) -> None:
         self._held: torch.Tensor | None = None
+        self._view: torch.Tensor | None = None  # what was given last, and where in the room it begins
+        self._start = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Room:
         return _Room()
@@ -72,12 +74,14 @@ class _Room:
                 without four dimensions holds none.
             new: ``[batch, heads, count, head_dim]``.
         """
-        length, count = before.shape[-2] if before.dim() == 4 else 0, new.shape[-2]
+        count = new.shape[-2]
         held = self._held
-        if length and held is not None and before.untyped_storage().data_ptr() == held.untyped_storage().data_ptr():
-            start = before.storage_offset() // new.shape[-1]
+        if before is self._view and held is not None:
+            length, start = before.shape[-2], self._start
+        elif before.dim() == 4 and held is not None and _share(before, held):
+            length, start = before.shape[-2], before.storage_offset() // new.shape[-1]
         else:
-            held, start = None, 0
+            length, held, start = before.shape[-2] if before.dim() == 4 else 0, None, 0
         end = start + length
         if held is None or end + count > held.shape[-2]:
             rows = rows_for(length + count)
@@ -85,12 +89,17 @@ class _Room:
             if length:
                 held[:, :, :length] = before
             self._held, start, end = held, 0, length
-        held[:, :, end : end + count] = new
-        return held[:, :, start : end + count]
+        held.narrow(2, end, count).copy_(new)
+        self._view, self._start = held.narrow(2, start, end + count - start), start
+        return self._view
 
     def clear(self) -> None:
         """Let go of the tensor."""
-        self._held = None
+        self._held = self._view = None
+
+
+def _share(before: torch.Tensor, held: torch.Tensor) -> bool:
+    return before.shape[-2] > 0 and before.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
 
 
 class _Grows:

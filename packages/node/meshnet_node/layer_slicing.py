@@ -28,6 +28,7 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node.cpu_attention import use_cpu_attention
 from meshnet_node.family_support import Family
 from meshnet_node.growing_cache import let_grow
+from meshnet_node.quick_layer import QuickLayer, are_quick, attention_of
 from meshnet_node.ragged_attention import ragged_name
 from meshnet_node.ragged_cache import RaggedCache, can_be_ragged
 
@@ -116,8 +117,14 @@ class LayerView:
         self._step_needs_no_mask = types <= _MASK_FREE
         self._grouped_experts = getattr(self.config, "_experts_implementation", None) == "grouped_mm"
         self._base = base_of(self.model)
+        self._is_quick = are_quick(self._base)
+        self._layers = tuple(self._base.layers)
         for layer in self._base.layers:
-            layer.register_forward_pre_hook(lambda _module, _arguments: self.look_at_cancel())
+            if isinstance(layer, QuickLayer):
+                layer.before = self.look_at_cancel
+                layer.settle()
+            else:
+                layer.register_forward_pre_hook(lambda _module, _arguments: self.look_at_cancel())
         self._ragged = ragged_name(self.config._attn_implementation)
         self.runs_together = (
             family.runs_together
@@ -243,6 +250,8 @@ class LayerView:
         self._cancelled = cancelled
         model, base = (self.model, self._base) if step is None else (step.model, step.base)
         try:
+            if step is None and self._is_quick and positions.shape[1] == 1 and self._step_needs_no_mask:
+                return self._run_step(inputs, positions, cache, sample)
             if sample:
                 logits: torch.Tensor = model(**arguments, logits_to_keep=sample).logits
                 return logits
@@ -250,6 +259,18 @@ class LayerView:
             return hidden
         finally:
             self._cancelled = None
+
+    def _run_step(
+        self, inputs: torch.Tensor, positions: torch.Tensor, cache: DynamicCache | None, sample: int
+    ) -> torch.Tensor:
+        """Quick layers over single positions: what the model's own forward comes to, without what it looks at."""
+        base: Any = self._base
+        hidden: torch.Tensor = base.embed_tokens(inputs) if inputs.dim() == 2 else inputs
+        turns, attend = base.rotary_emb(hidden, positions), attention_of(self.config)
+        for layer in self._layers:
+            hidden = layer(hidden, None, turns, cache, attend)
+        hidden = base.norm(hidden)
+        return self.model.lm_head(hidden) if sample else hidden
 
     def _masks(self, seq_len: int) -> dict[str, None] | None:
         """Ready masks where none is needed; None lets the model make its own.

@@ -25,6 +25,7 @@ _FEW = 64  # inputs up to which the packed product is faster than unpacking and 
 _FILL_CODES = 1 << 17  # at most so many codes are widened to int32 at a time, to be packed
 
 _ops: Any = torch.ops.aten
+_int4_product: Any = _ops._weight_int4pack_mm_for_cpu.default
 _PLANE_WEIGHTS = torch.tensor([16, 1], dtype=torch.bfloat16).view(2, 1)
 
 
@@ -121,6 +122,7 @@ class PackedMatrix(nn.Module):
     def __init__(self, rows: int, columns: int, planes: int) -> None:
         super().__init__()
         self.rows, self.columns, self.planes = rows, columns, planes
+        self.is_whole = planes == 1 and rows % ROW_BLOCK == 0
         _allocate(self, (), rows, columns, planes)
 
     @property
@@ -139,6 +141,8 @@ class PackedMatrix(nn.Module):
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
         """See :class:`Packed`."""
+        if self.is_whole and inputs.shape[0] <= _FEW:  # a step's, without what it takes to look at it once more
+            return _int4_product(inputs.contiguous(), self.codes, GROUP, self.scales)  # type: ignore[no-any-return]
         return self.held.product(inputs)
 
     def take(self, indices: torch.Tensor) -> torch.Tensor:

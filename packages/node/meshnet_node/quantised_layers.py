@@ -24,11 +24,16 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` -> ``[..., out_features]``."""
-        given = inputs.reshape(-1, self.in_features).to(torch.bfloat16)
-        out = self.matrix.product(given).to(inputs.dtype)
-        if self.bias is not None:
-            out = out + self.bias
-        return out.reshape(*inputs.shape[:-1], self.out_features)
+        given = inputs.reshape(-1, self.in_features)
+        if given.dtype is torch.bfloat16:
+            out = self.matrix.product(given)
+        else:
+            out = self.matrix.product(given.to(torch.bfloat16)).to(inputs.dtype)
+        if (bias := self.bias) is not None:
+            out = out + bias
+        return out.view(*inputs.shape[:-1], self.out_features)
+
+    __call__ = forward  # nobody hangs hooks on it, and looking for them takes a tenth of a small product's time
 
 
 class QuantisedEmbedding(nn.Module):

@@ -15,6 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ from meshnet_node.checkpoint_reader import CheckpointReader, LazyTensor, StoredT
 from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
 from meshnet_node.device_memory import give_back
 from meshnet_node.family_support import Family, check_split, family_of, text_config_of
+from meshnet_node.huge_pages import into_huge_pages
 from meshnet_node.layer_slicing import base_of, prune
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.packed_linear import pack_linears
+from meshnet_node.quick_layer import quicken
 from meshnet_node.transformers_bars import no_bars
 from meshnet_node.weight_choice import ROUNDS, keeps_packed
 from meshnet_node.weight_packing import Packing
@@ -168,7 +171,10 @@ class ShardPlan:
     def load(self, progress: Progress | None = None) -> TorchModelShard:
         """Read the tensors and hold them; errors are those of :func:`load_shard`."""
         model = self.load_model(progress)
+        if self._family.quick:
+            quicken(base_of(model), model.config._attn_implementation)
         pack_linears(model, keep=self._family.reads_weights)
+        into_huge_pages(chain(model.parameters(), model.buffers()))
         with self._read_weights_are_refused():
             return TorchModelShard(model, self.layers, self._family)  # runs it once
 
