@@ -95,6 +95,7 @@ class LayerView:
         config: the model's, describing only ``layers``.
         runs_together: whether :meth:`forward_together` can run.
         step: taken by frames of one position on a filled cache; None for the plain way.
+        hooks_are_called: have every frame run by the model's own forward, so that hooks on its layers are called.
         is_last: whether it projects to logits.
     """
 
@@ -118,13 +119,12 @@ class LayerView:
         self._grouped_experts = getattr(self.config, "_experts_implementation", None) == "grouped_mm"
         self._base = base_of(self.model)
         self._is_quick = are_quick(self._base)
+        self.hooks_are_called = False
         self._layers = tuple(self._base.layers)
         for layer in self._base.layers:
+            layer.register_forward_pre_hook(lambda _module, _arguments: self.look_at_cancel())
             if isinstance(layer, QuickLayer):
-                layer.before = self.look_at_cancel
                 layer.settle()
-            else:
-                layer.register_forward_pre_hook(lambda _module, _arguments: self.look_at_cancel())
         self._ragged = ragged_name(self.config._attn_implementation)
         self.runs_together = (
             family.runs_together
@@ -250,7 +250,8 @@ class LayerView:
         self._cancelled = cancelled
         model, base = (self.model, self._base) if step is None else (step.model, step.base)
         try:
-            if step is None and self._is_quick and positions.shape[1] == 1 and self._step_needs_no_mask:
+            lean = self._is_quick and positions.shape[1] == 1 and self._step_needs_no_mask
+            if lean and step is None and not self.hooks_are_called:
                 return self._run_step(inputs, positions, cache, sample)
             if sample:
                 logits: torch.Tensor = model(**arguments, logits_to_keep=sample).logits
@@ -268,7 +269,8 @@ class LayerView:
         hidden: torch.Tensor = base.embed_tokens(inputs) if inputs.dim() == 2 else inputs
         turns, attend = base.rotary_emb(hidden, positions), attention_of(self.config)
         for layer in self._layers:
-            hidden = layer(hidden, None, turns, cache, attend)
+            self.look_at_cancel()
+            hidden = layer.forward(hidden, None, turns, cache, attend)
         hidden = base.norm(hidden)
         return self.model.lm_head(hidden) if sample else hidden
 

@@ -97,11 +97,7 @@ class RmsNorm(nn.Module):
 
 
 class QuickLayer(nn.Module):
-    """Stands where a decoder layer of transformers stood, and is called as that was.
-
-    Attributes:
-        before: called before the layer runs, where it is set; what it raises ends the forward.
-    """
+    """Stands where a decoder layer of transformers stood, and is called as that was."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -110,7 +106,6 @@ class QuickLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(layer.get_submodule("post_attention_layernorm"))
         mlp = layer.get_submodule("mlp")
         self.mlp = QuickMlp(mlp) if _parts(mlp) == _MLP_PARTS else mlp  # of experts: as it is
-        self.before: Callable[[], None] | None = None
         self._own: tuple[Any, ...] = ()
 
     def settle(self) -> None:
@@ -139,8 +134,6 @@ class QuickLayer(nn.Module):
             cache: with a slot for this layer, at its ``layer_idx``; or None.
             attend: how; None for as the config says, which takes a while to find out.
         """
-        if self.before is not None:
-            self.before()
         if position_embeddings is None:
             raise TypeError("a decoder layer of this form takes position_embeddings")
         norm, attention, second_norm, mlp = self._own
@@ -148,8 +141,6 @@ class QuickLayer(nn.Module):
         hidden.add_(hidden_states)
         out: torch.Tensor = mlp(second_norm(hidden))
         return out.add_(hidden)
-
-    __call__ = forward
 
 
 class QuickAttention(nn.Module):
