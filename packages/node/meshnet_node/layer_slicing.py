@@ -95,7 +95,6 @@ class LayerView:
         config: the model's, describing only ``layers``.
         runs_together: whether :meth:`forward_together` can run.
         step: taken by frames of one position on a filled cache; None for the plain way.
-        hooks_are_called: have every frame run by the model's own forward, so that hooks on its layers are called.
         is_last: whether it projects to logits.
     """
 
@@ -119,7 +118,6 @@ class LayerView:
         self._grouped_experts = getattr(self.config, "_experts_implementation", None) == "grouped_mm"
         self._base = base_of(self.model)
         self._is_quick = are_quick(self._base)
-        self.hooks_are_called = False
         self._layers = tuple(self._base.layers)
         for layer in self._base.layers:
             layer.register_forward_pre_hook(lambda _module, _arguments: self.look_at_cancel())
@@ -250,8 +248,7 @@ class LayerView:
         self._cancelled = cancelled
         model, base = (self.model, self._base) if step is None else (step.model, step.base)
         try:
-            lean = self._is_quick and positions.shape[1] == 1 and self._step_needs_no_mask
-            if lean and step is None and not self.hooks_are_called:
+            if self._is_quick and step is None and positions.shape[1] == 1 and self._step_needs_no_mask:
                 return self._run_step(inputs, positions, cache, sample)
             if sample:
                 logits: torch.Tensor = model(**arguments, logits_to_keep=sample).logits
