@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from meshnet_node.packed_matrix import ROW_BLOCK, PackedMatrix
+from meshnet_node.packed_layout import ROW_BLOCK
+from meshnet_node.packed_matrix import PackedMatrix
 from meshnet_node.quantised_layers import QuantisedLinear
 
 
