@@ -260,8 +260,10 @@ def _start_torch(threads: int | None) -> int:
     gc.disable()
     import torch
 
-    import meshnet_node.shard_loader  # noqa: F401
+    import meshnet_node.shard_loader
+    from meshnet_node.device_memory import share_heap
 
+    share_heap()
     gc.freeze()
     gc.enable()
     lane_threads = threads or torch.get_num_threads()

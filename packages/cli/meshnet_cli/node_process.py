@@ -30,6 +30,7 @@ from meshnet_core.trackers import Trackers
 from meshnet_core.wire_form import WireForm
 from meshnet_node import torch_server
 from meshnet_node.cache_store import CacheStore, StoreLimits
+from meshnet_node.device_memory import IdleTrim
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_service import HopService
 from meshnet_node.hop_session import HopSession
@@ -133,7 +134,7 @@ async def serve(
         await closing.enter_async_context(
             serving.serving_aiohttp(torch_server.runner_for(app), place.sock, listens, doorkeeper)
         )
-        sweeper = asyncio.create_task(_sweep(service.store))
+        sweeper = asyncio.create_task(_sweep(service.store, lane))
         closing.callback(sweeper.cancel)
         registration.start()
         closing.push_async_callback(registration.stop)
@@ -203,9 +204,11 @@ def _compile_status(shards: ShardPool) -> dict[str, Any]:
     return {"compile": told} if told else {}
 
 
-async def _sweep(store: CacheStore[HopSession]) -> None:
-    """Idle sessions go when their time is up, also on a node that nobody calls."""
+async def _sweep(store: CacheStore[HopSession], lane: ForwardLane) -> None:
+    """Idle sessions go when their time is up, also on a node that nobody calls; and so does memory that was freed."""
+    trim = IdleTrim(time.process_time)
     while True:
+        trim.look(idle=not lane.queued)  # at once too: loading leaves something
         await asyncio.sleep(SWEEP_S)
         store.sweep()
 

@@ -14,6 +14,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_M_ARENA_MAX = -8  # of malloc.h
+_WORTH_CPU_S = 0.1  # heartbeats take less between two looks, and any frames more
+
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that could be taken on ``device`` now: of a GPU its own memory, elsewhere this machine's."""
@@ -36,14 +39,44 @@ def give_back(device: torch.device) -> None:
 
 def trim_heap() -> None:
     """Hand back freed memory that glibc keeps, without looking for garbage: a millisecond or so."""
-    if (trim := _malloc_trim()) is not None:
+    if (trim := _glibc("malloc_trim")) is not None:
         trim(0)
 
 
+def share_heap() -> None:
+    """Let all threads that begin from now on take memory from one heap.
+
+    glibc gives each of the first threads a heap of its own, and what is freed in one at its end stays there: trimming
+    reaches the ends of the first heap alone. A node computes in one thread; there is nothing to gain from several.
+    """
+    if (mallopt := _glibc("mallopt")) is not None:
+        mallopt(_M_ARENA_MAX, 1)
+
+
+class IdleTrim:
+    """Hands freed memory back at quiet moments, where there was work since the last.
+
+    Args:
+        cpu_seconds: that this process has taken, as ``time.process_time`` tells.
+    """
+
+    def __init__(self, cpu_seconds: Callable[[], float]) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._trimmed_at = 0.0
+
+    def look(self, *, idle: bool) -> bool:
+        """Trim if nothing runs now and something did; whether it was done."""
+        if not idle or self._cpu_seconds() - self._trimmed_at < _WORTH_CPU_S:
+            return False
+        trim_heap()
+        self._trimmed_at = self._cpu_seconds()
+        return True
+
+
 @cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def _glibc(name: str) -> Callable[..., int] | None:
+    """A function of the C library for its heap; not there with musl, say."""
     if not sys.platform.startswith("linux"):
         return None
-    # Not there with musl, say.
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return found
