@@ -260,7 +260,7 @@ def _start_torch(threads: int | None) -> int:
     gc.disable()
     import torch
 
-    import meshnet_node.shard_loader
+    import meshnet_node.shard_loader  # noqa: F401
     from meshnet_node.device_memory import share_heap
 
     share_heap()
