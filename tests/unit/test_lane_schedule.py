@@ -146,6 +146,15 @@ def test_a_long_frame_waits_for_no_group(lane: Lane) -> None:
     assert lane.now - began == pytest.approx(lane.step_s + min(APART_S, APART * lane.step_s))
 
 
+def test_but_one_does_that_is_held_back_for_steps_anyway(lane: Lane) -> None:
+    lane.put(*(step(turn) for turn in "abc"), ScriptedJob("p0", 256, divisible=False))
+    assert [lane.run()[0], lane.run()[0]] == ["a+b+c", "p0"]
+    lane.put(step("a"), ScriptedJob("p1", 256, divisible=False))
+    began = lane.now
+    assert lane.run()[0] == "a"
+    assert lane.now - began == pytest.approx(lane.step_s * (1 + PATIENCE))
+
+
 def test_only_frames_of_one_batch_run_together_and_one_of_each_session(lane: Lane) -> None:
     lane.put(step("a0"), step("a1"), step("b0", "other"), step("c0", None), step("d0"))
     assert [lane.run()[0] for _ in range(4)] == ["a0+d0", "b0", "c0", "a1"]

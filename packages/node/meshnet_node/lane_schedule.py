@@ -33,7 +33,7 @@ LINGER_STEPS = 4  # or for as long as so many batches take
 HOLD = 3.0
 """A prefill waits for the steps to come for at most so many times what it took: at each of two hops another piece may
 run, and the steps are to have half of the time at both."""
-PIECE = 4.0  # batches of steps that a piece takes
+PIECE = 2.5  # batches of steps that a piece takes
 _WEIGHT = 0.2  # of the newest batch in the mean of what one takes
 
 
@@ -138,8 +138,8 @@ class LaneSchedule(Generic[J]):
             return waits if self._queues else None
         first = self._queues[chosen][0]
         turns = [chosen, *self._beside(chosen, first, now)]
-        if (waits := self._gather_s(first, len(turns), now)) > 0:
-            return waits
+        if (gathers := self._gather_s(first, len(turns), now, held=waits > 0)) > 0:
+            return gathers
         positions = self._piece_of(first, now)
         jobs = []
         for turn in turns:
@@ -189,13 +189,13 @@ class LaneSchedule(Generic[J]):
         alike = {turn for turn, (_, batch) in self._about(now).items() if batch == first.batch}
         return len(alike | {turn for turn, queue in self._queues.items() if queue[0].batch == first.batch})
 
-    def _gather_s(self, first: J, together: int, now: float) -> float:
-        """Seconds for which steps that wait leave the lane idle, since more are to come in."""
+    def _gather_s(self, first: J, together: int, now: float, *, held: bool) -> float:
+        """Seconds for which steps that wait leave the lane idle, since more are to come in; long frames may be held."""
         if first.batch is None:
             return 0.0
         most = self._most(first, now)
         # What each group has if all are alike; but a long frame, which could run meanwhile, waits for no such group.
-        nobody_waits = all(queue[0].is_step for queue in self._queues.values())
+        nobody_waits = held or all(queue[0].is_step for queue in self._queues.values())
         enough = min(most, self._alike(first, now) // first.hops) if nobody_waits else 0
         return self._gathering.wait_s(together, enough, most, now, self.step_s or 0.0)
 
