@@ -20,12 +20,14 @@ from meshnet_node.atomic_file import renamed_when_done
 from meshnet_node.layer_sketch import LayerSketch
 from meshnet_node.step_compiler import about_text
 
+NICENESS = 10  # a tenth of a frame's share of a core; at 19 it would not come to an end on a machine that is busy
+
 
 def main(asked: Path, told: Path) -> int:
     """Compile what is asked for; the exit code."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(OSError, AttributeError):
-        os.nice(19)
+        os.nice(NICENESS)
     torch.set_num_threads(1)
     # From the node's own folder of temporary files, written a moment ago for this process.
     sketches: list[tuple[LayerSketch, str]] = torch.load(asked, weights_only=False)

@@ -1,7 +1,7 @@
 """Compiled layers on disk, and the process that makes them: beside the node, so that its frames do not wait.
 
 torch's compiler is Python and holds the interpreter for seconds; in the node's own process every product of every
-frame would wait for it. A child at the lowest priority compiles instead, one thread, from a sketch that holds no
+frame would wait for it. A child at a low priority compiles instead, one thread, from a sketch that holds no
 weight; what it writes is a library that the node loads in milliseconds. Kept in the cache folder, under a name that
 says for what kind of layer, which torch and which processor it was made.
 """
