@@ -248,8 +248,8 @@ class LayerView:
         self._cancelled = cancelled
         model, base = (self.model, self._base) if step is None else (step.model, step.base)
         try:
-            if self._is_quick and step is None and positions.shape[1] == 1 and self._step_needs_no_mask:
-                return self._run_step(inputs, positions, cache, sample)
+            if self._is_quick and positions.shape[1] == 1 and self._step_needs_no_mask:
+                return self._run_step(inputs, positions, cache, sample, self._layers if step is None else step.layers)
             if sample:
                 logits: torch.Tensor = model(**arguments, logits_to_keep=sample).logits
                 return logits
@@ -259,13 +259,18 @@ class LayerView:
             self._cancelled = None
 
     def _run_step(
-        self, inputs: torch.Tensor, positions: torch.Tensor, cache: DynamicCache | None, sample: int
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        cache: DynamicCache | None,
+        sample: int,
+        layers: Sequence[nn.Module],
     ) -> torch.Tensor:
         """Quick layers over single positions: what the model's own forward comes to, without what it looks at."""
         base: Any = self._base
         hidden: torch.Tensor = base.embed_tokens(inputs) if inputs.dim() == 2 else inputs
         turns, attend = base.rotary_emb(hidden, positions), attention_of(self.config)
-        for layer in self._layers:
+        for layer in layers:
             self.look_at_cancel()
             hidden = layer.forward(hidden, None, turns, cache, attend)
         hidden = base.norm(hidden)
