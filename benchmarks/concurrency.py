@@ -27,7 +27,7 @@ from benchmarks.figures import Interval, agreement, mean_batch, paired
 from benchmarks.mesh_processes import NodeOptions, mesh_processes
 from benchmarks.mesh_system import MeshSystem, mesh_system
 from benchmarks.models import MODELS, prepare
-from benchmarks.prefill_beside import Beside, measure_beside
+from benchmarks.prefill_beside import PREFILL_TOKENS, Beside, measure_beside
 from benchmarks.results import add_options, publish_drawn
 from benchmarks.systems import Run
 from benchmarks.verdict import Verdict
@@ -102,7 +102,8 @@ async def measure(mesh: MeshSystem, prompts: list[Prompt], arguments: argparse.N
                     agreement(one.tokens, other.tokens) for one, other in zip(given, alone, strict=False)
                 )
         if arguments.others:
-            found.beside = await measure_beside(mesh, prompts[: arguments.others], repeats, console)
+            others = prompts[: arguments.others]
+            found.beside = await measure_beside(mesh, others, arguments.prefill, repeats, console)
     found.busy_elsewhere = busy.elsewhere
     found.peak_rss = mesh.peak_rss()
     return found
@@ -212,12 +213,15 @@ def main() -> None:
         default=7,
         help="who decode beside a long prefill; 0 leaves that out (default: %(default)s)",
     )
+    parser.add_argument(
+        "--prefill", type=int, default=PREFILL_TOKENS, help="tokens of that prefill (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of each node (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add_options(parser, "concurrency")
     arguments = parser.parse_args()
-    if arguments.new_tokens < 2 or arguments.repeats < 1 or arguments.others < 0:
-        parser.error("--new-tokens is at least 2, --repeats 1 and --others 0")
+    if arguments.new_tokens < 2 or arguments.repeats < 1 or arguments.others < 0 or arguments.prefill < 1:
+        parser.error("--new-tokens is at least 2, --repeats and --prefill 1 and --others 0")
     console = environment.begin()
     found = asyncio.run(run(arguments, console))
     print_tables(found, arguments, console)

@@ -30,19 +30,20 @@ class Beside:
     """Tokens per second of all others together, and the prefill's time, of each repeat."""
 
     others: int
+    prefill_tokens: int = PREFILL_TOKENS
     before: list[float] = field(default_factory=list)
     during: list[float] = field(default_factory=list)
     prefill_alone_s: list[float] = field(default_factory=list)
     prefill_s: list[float] = field(default_factory=list)
 
     def verdict(self) -> Verdict:
-        what = f"kept of the speed of {self.others} others while {PREFILL_TOKENS} tokens are prefilled"
+        what = f"kept of the speed of {self.others} others while {self.prefill_tokens} tokens are prefilled"
         return Verdict(what, Interval.of(paired(self.during, self.before)), KEPT_TARGET)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "others": self.others,
-            "prefill_tokens": PREFILL_TOKENS,
+            "prefill_tokens": self.prefill_tokens,
             "others_before_tokens_per_s": Interval.of(self.before).to_json(),
             "others_during_tokens_per_s": Interval.of(self.during).to_json(),
             "kept": self.verdict().found.to_json(),
@@ -53,7 +54,7 @@ class Beside:
 
     def print(self, console: Console) -> None:
         """For people."""
-        table = Table(title=f"a prefill of {PREFILL_TOKENS} tokens beside {self.others} who decode")
+        table = Table(title=f"a prefill of {self.prefill_tokens} tokens beside {self.others} who decode")
         table.add_column("figure")
         table.add_column("median (interval)", justify="right")
         table.add_row("the others before, tokens/s together", Interval.of(self.before).brief())
@@ -91,13 +92,15 @@ class _Others:
             first = False
 
 
-async def measure_beside(mesh: MeshSystem, prompts: Sequence[Sequence[int]], repeats: int, console: Console) -> Beside:
-    """Prefill beside answers to ``prompts``, ``repeats`` times."""
-    found = Beside(len(prompts))
-    material = [*prompts[0]] * (PREFILL_TOKENS // len(prompts[0]) + repeats + 1)
+async def measure_beside(
+    mesh: MeshSystem, prompts: Sequence[Sequence[int]], prefill_tokens: int, repeats: int, console: Console
+) -> Beside:
+    """Prefill so many tokens beside answers to ``prompts``, ``repeats`` times."""
+    found = Beside(len(prompts), prefill_tokens)
+    material = [*prompts[0]] * (prefill_tokens // len(prompts[0]) + repeats + 1)
     for repeat in range(repeats):
         console.print(f"repeat {repeat + 1} of {repeats}: a long prefill", style="dim")
-        long = material[repeat : repeat + PREFILL_TOKENS]
+        long = material[repeat : repeat + prefill_tokens]
         found.prefill_alone_s.append((await mesh.run(long, 2)).times.ttft_s)
         others = _Others(mesh, prompts)
         await others.all_decode()

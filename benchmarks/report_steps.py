@@ -57,6 +57,7 @@ def steps_of(repeats: int, peers: Sequence[str]) -> list[Step]:
     """
     often = ("--repeats", str(repeats))
     plain = ("--stateless-lengths", "")
+    alone = ("--no-one-process", "--no-one-node", "--no-packed")
     many = ("--clients", "1,8", *often)
     return [
         Step(
@@ -68,7 +69,7 @@ def steps_of(repeats: int, peers: Sequence[str]) -> list[Step]:
         Step(
             "decode-qwen2-0.5b",
             "benchmarks.bench",
-            ("--models", "qwen2-0.5b", "--new-tokens", "100", *often, *plain),
+            ("--models", "qwen2-0.5b", "--new-tokens", "80", *often, *plain),
             DECODE,
         ),
         Step("hop", "benchmarks.hop_overhead", ("--rounds", str(2 * repeats + 1)), {"": "4"}),
@@ -81,13 +82,13 @@ def steps_of(repeats: int, peers: Sequence[str]) -> list[Step]:
         Step(
             "kept",
             "benchmarks.bench",
-            ("--models", "smollm2", "--new-tokens", "2000", *often, *plain, "--no-one-process", "--no-one-node"),
+            ("--models", "smollm2", "--new-tokens", "2000", *often, *plain, *alone),
             {"retention": "3"},
         ),
         Step(
             "decode-hybrid",
             "benchmarks.bench",
-            ("--models", HYBRID, "--new-tokens", "100", *often, *plain),
+            ("--models", HYBRID, "--new-tokens", "80", *often, *plain),
             DECODE,
             hybrid=True,
         ),
@@ -108,14 +109,14 @@ def steps_of(repeats: int, peers: Sequence[str]) -> list[Step]:
         Step(
             "sessions-hybrid",
             "benchmarks.concurrency",
-            ("--model", HYBRID, "--dtype", "bfloat16", "--new-tokens", "32", *many),
+            ("--model", HYBRID, "--dtype", "bfloat16", "--new-tokens", "32", "--prefill", "500", *many),
             {"": "6"},
             hybrid=True,
         ),
         Step(
             "kept-hybrid",
             "benchmarks.bench",
-            ("--models", HYBRID, "--new-tokens", "512", *often, *plain, "--no-one-process", "--no-one-node"),
+            ("--models", HYBRID, "--new-tokens", "320", *often, *plain, *alone),
             {"retention": "3"},
             hybrid=True,
         ),
