@@ -90,12 +90,14 @@ class FrameDelivery:
                     if isinstance(answer, Exception):
                         done(self._failed(run, onward, answer))
                         return
-                    reply = self._passed_on(run, outcome, onward, answer)
+                    now = self._clock.now()
+                    reply = self._passed_on(run, outcome, onward, answer, now)
                     session.settle(run, reply)
                 except MeshnetError as error:
                     done(error)
                 else:
                     done(reply)
+                    self._measure_link(onward, answer, now)
 
             if (forget := self._prompt.send(onward.url, onward.frame, came)) is not None:
                 return forget
@@ -123,7 +125,9 @@ class FrameDelivery:
             reply = await self._transport.forward(onward.url, onward.frame)
         except MeshnetError as error:
             raise self._failed(run, onward, error)  # noqa: B904 - it is that one, or caused by it
-        return self._passed_on(run, outcome, onward, reply)
+        now = self._clock.now()
+        self._measure_link(onward, reply, now)
+        return self._passed_on(run, outcome, onward, reply, now)
 
     def _at_tail(self, run: Run, outcome: Outcome, arrived: float) -> FrameReply:
         timing = replace(outcome.timing, total_ms=1000 * (self._clock.now() - arrived))
@@ -164,13 +168,15 @@ class FrameDelivery:
             run.undelivered = None
         return error
 
-    def _passed_on(self, run: Run, outcome: Outcome, onward: _Onward, reply: FrameReply) -> FrameReply:
-        """The next hop's reply as this hop's."""
-        run.undelivered = None
-        now, sent_bytes = self._clock.now(), len(onward.frame.body)
+    def _measure_link(self, onward: _Onward, reply: FrameReply, now: float) -> None:
         if reply.timings:
             elapsed_ms = 1000 * (now - onward.sent_at)
-            self._links.took(onward.node_id, elapsed_ms, reply.timings[0].total_ms, sent_bytes)
+            self._links.took(onward.node_id, elapsed_ms, reply.timings[0].total_ms, len(onward.frame.body))
+
+    def _passed_on(self, run: Run, outcome: Outcome, onward: _Onward, reply: FrameReply, now: float) -> FrameReply:
+        """The next hop's reply, ``now``, as this hop's."""
+        run.undelivered = None
+        sent_bytes = len(onward.frame.body)
         timing = replace(outcome.timing, total_ms=1000 * (now - onward.arrived), sent_bytes=sent_bytes)
         draining = (*self._if_draining(run.frame), *reply.draining)
         position = run.frame.position + run.frame.seq_len

@@ -180,7 +180,9 @@ class FrameRuns:
         finally:
             if not on_lane.done():  # whatever ends this wait ends the session: its frames need not run
                 self._own.withdraw(key, frame.epoch)
-        return self._own.outcome(session, frame, *on_lane.result())
+        ran, timing = on_lane.result()
+        self._own.measure(session, frame, timing)
+        return self._own.outcome(frame, ran, timing)
 
     async def outcome_of(self, run: Run, key: SessionKey, frame: Frame, arrived: float) -> FrameReply:
         """Wait for a run without owning it: a caller that leaves, or whose time is up, does not take the run along.

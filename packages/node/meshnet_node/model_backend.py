@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -219,6 +220,7 @@ class TorchModelShard:
         self._compiled: tuple[CompiledLayer, ...] = ()
         self.step_warm_up: StepWarmUp | None = None
         self._costs = self._measure_state()
+        self._kinds: dict[int, Counter[_LayerCost]] = {}  # by start
         self.batch_limit = BATCH_LIMIT if self._view(layers.start).runs_together else 1
 
     @property
@@ -317,11 +319,11 @@ class TorchModelShard:
 
     def state_bytes_per_position(self, start: int) -> int:
         """See :class:`ShardBackend`."""
-        return sum(cost.per_position for cost in self._costs_from(start) if cost.window is None)
+        return sum(count * cost.per_position for cost, count in self._costs_from(start) if cost.window is None)
 
     def state_bytes(self, start: int, positions: int) -> int:
         """See :class:`ShardBackend`."""
-        return sum(cost.after(positions) for cost in self._costs_from(start))
+        return sum(count * cost.after(positions) for cost, count in self._costs_from(start))
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that a frame over all of the shard's layers runs, by torch's names for them."""
@@ -525,8 +527,11 @@ class TorchModelShard:
             costs.append(_LayerCost(fixed=2 * first - second, per_position=second - first, window=window))
         return costs
 
-    def _costs_from(self, start: int) -> list[_LayerCost]:
-        return self._costs[self.layers.starting_at(start).start - self.layers.start :]
+    def _costs_from(self, start: int) -> Iterable[tuple[_LayerCost, int]]:
+        """The costs of layers ``start`` to the end, and how many layers have each: most have the same."""
+        if start not in self._kinds:
+            self._kinds[start] = Counter(self._costs[self.layers.starting_at(start).start - self.layers.start :])
+        return self._kinds[start].items()
 
 
 def held_bytes(model: PreTrainedModel) -> int:

@@ -151,8 +151,8 @@ class OwnLayers:
         """See `ForwardLane.withdraw`."""
         self._lane.withdraw((key, epoch))
 
-    def outcome(self, session: HopSession, frame: Frame, ran: Ran, timing: LaneTiming) -> Outcome:
-        """What this hop made of a frame; takes in how long that took."""
+    def measure(self, session: HopSession, frame: Frame, timing: LaneTiming) -> None:
+        """Take in how long a frame took."""
         if frame.phase is not Phase.VERIFY:  # neither a step nor a chunk
             session.shard.measure(
                 len(session.document.hop.layers),
@@ -161,6 +161,10 @@ class OwnLayers:
                 forward_s=timing.forward_s,
                 now=self._clock.now(),
             )
+
+    @staticmethod
+    def outcome(frame: Frame, ran: Ran, timing: LaneTiming) -> Outcome:
+        """What this hop made of a frame."""
         hop_timing = HopTiming(
             frame.hop_index,
             queue_ms=1000 * timing.queue_s,

@@ -75,8 +75,9 @@ class PromptRuns:
             refused = error
         run = _PromptRun(self, key, session, frame, arrived, answered)
         if refused is None:
-            run.enter(leases)
-        else:
+            refused = run.enter(leases)
+        run.take_in()  # while the lane's thread wakes up
+        if refused is not None:
             run.fail(refused)
         return True
 
@@ -106,23 +107,28 @@ class _PromptRun:
         self._answered: FrameAnswered | None = answered  # None once it was told
         self._on_lane = False
         self._ends_delivery: Callable[[], object] | None = None
+
+    def enter(self, leases: ExitStack) -> Exception | None:
+        """Hand it to the lane; what stands against that."""
+        try:
+            self._at.own.hand(leases, self._key, self._session, self._frame, self._ran)
+        except Exception as error:  # noqa: BLE001 - it is the answer
+            return error
+        self._on_lane = True
+        return None
+
+    def take_in(self) -> None:
+        """Note that the session has it. In the same turn of the loop as :meth:`enter`, so before anything is told."""
+        frame, session = self._frame, self._session
         loop = asyncio.get_running_loop()
         self._reply: asyncio.Future[FrameReply] = loop.create_future()
         self._run = Run(replace(frame, body=b""), len(frame.body), self._reply)
-        at.keep(session, self._reply)
+        self._at.keep(session, self._reply)
         self._reply.add_done_callback(self._ended)
         session.take(frame, self._run)
         session.remember(FrameKey.of(frame), self._run)
         session.announce()
-        self._timer = loop.call_later(max(0.0, self._deadline - at.clock.now()), self._caller_gives_up)
-
-    def enter(self, leases: ExitStack) -> None:
-        """Run it on the own layers."""
-        self._on_lane = True
-        try:
-            self._at.own.hand(leases, self._key, self._session, self._frame, self._ran)
-        except Exception as error:  # noqa: BLE001 - it is the answer
-            self.fail(error)
+        self._timer = loop.call_later(max(0.0, self._deadline - self._at.clock.now()), self._caller_gives_up)
 
     def fail(self, error: Exception) -> None:
         """What goes wrong before a frame has run costs the session's state: some layers may have advanced."""
@@ -137,6 +143,7 @@ class _PromptRun:
         return self._arrived + self._frame.deadline_ms / 1000
 
     def _ran(self, ran: LaneOutcome[Ran]) -> None:
+        """The lane is through with it: deliver what came of it, then take in how long it took."""
         if not self._on_lane:
             return  # it was given up
         self._on_lane = False
@@ -148,7 +155,7 @@ class _PromptRun:
             return
         run, session = self._run, self._session
         try:
-            outcome = self._at.own.outcome(session, self._frame, *ran)
+            outcome = self._at.own.outcome(self._frame, *ran)
             run.undelivered = None if outcome.hidden is None else outcome
             deadline = max(self._deadline, run.deadline)
             ends = self._at.delivery.deliver_soon(session, run, outcome, self._arrived, deadline, self._tell)
@@ -156,6 +163,7 @@ class _PromptRun:
             self._tell(error)
         else:
             self._ends_delivery = None if self._reply.done() else ends
+        self._at.own.measure(session, self._frame, ran[1])
 
     def _tell(self, outcome: FrameReply | Exception) -> None:
         """The end: who waits hears of it first, then the run has its reply, for a retry of the frame."""
