@@ -164,7 +164,8 @@ class Mending:
 
     def token(self) -> None:
         """A token came: what failed before it is over."""
-        self._history = replace(self._history, failures=())
+        if self._history.failures:
+            self._history = replace(self._history, failures=())
         self._stateless_tokens += self._history.stateless
 
     async def returns_to_cache(self, plan: Planner) -> Route | None:
