@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -88,20 +89,20 @@ class NodeMetrics:
             registry=self.registry,
         )
 
-        # What frames are counted by: looking labels up costs more than counting.
-        self._of_form = {form: self._frames.labels(form) for form in (FORM_HTTP, FORM_STREAM)}
-        self._of_part = {part: self._parts.labels(part) for part in ("queue", "forward", "sample")}
+        # What frames are counted by, from the first one on: looking labels up costs more than counting.
+        self._of_form = cache(self._frames.labels)
+        self._of_part = cache(self._parts.labels)
 
     def took(self, form: str) -> None:
         """Count one frame that was read."""
-        self._of_form[form].inc()
+        self._of_form(form).inc()
 
     def ran(self, timing: HopTiming) -> None:
         """Count where a frame that has run here spent its time."""
-        self._of_part["queue"].observe(timing.queue_ms / 1000)
-        self._of_part["forward"].observe(timing.forward_ms / 1000)
+        self._of_part("queue").observe(timing.queue_ms / 1000)
+        self._of_part("forward").observe(timing.forward_ms / 1000)
         if timing.sample_ms:
-            self._of_part["sample"].observe(timing.sample_ms / 1000)
+            self._of_part("sample").observe(timing.sample_ms / 1000)
 
     def answered(self, call: str, result: str, seconds: float, received: int) -> None:
         """Count one call: its name, ``ok`` or the error's code, seconds taken and bytes of body."""
