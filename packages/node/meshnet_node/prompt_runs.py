@@ -66,7 +66,8 @@ class PromptRuns:
             return False
         if session.entering.locked() or not session.is_next(frame) or session.in_flight:
             return False
-        leases, refused = ExitStack(), None
+        leases = ExitStack()
+        refused: Exception | None = None
         try:
             self.own.lease(leases, key, session, frame)
         except RoomAwaitedError:
