@@ -162,8 +162,9 @@ class PackedMatrix(nn.Module):
         if any(part.rows % ROW_BLOCK for part in parts[:-1]):
             raise ValueError(f"matrices are joined at multiples of {ROW_BLOCK} rows")
         whole = cls(sum(part.rows for part in parts), first.columns, first.planes)
-        whole.codes = torch.cat([part.codes for part in parts])
-        whole.scales = torch.cat([part.scales for part in parts], dim=1)
+        with torch.no_grad():  # into pages of their own, as all packed weights are
+            torch.cat([part.codes for part in parts], out=whole.codes)
+            torch.cat([part.scales for part in parts], dim=1, out=whole.scales)
         return whole
 
 
