@@ -15,7 +15,7 @@ from meshnet_core import stream_codec
 from meshnet_core.errors import HopFailedError, MeshnetError
 from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
 from meshnet_core.stream_codec import MAX_REQUEST, MessageBuffer
-from meshnet_node.frame_stream import FrameStream
+from meshnet_node.frame_stream import FrameStream, Send
 
 requests = st.integers(1, MAX_REQUEST)
 FRAMES = [bytes.fromhex(golden.stream_frame) for golden in GOLDEN.values()]
@@ -94,7 +94,7 @@ async def at_the_door(pieces: list[bytes]) -> tuple[list[tuple[int, FrameReply |
     """What a stream answers to the bytes in ``pieces``, and how many frames it let in."""
     seen: list[Frame] = []
 
-    async def answer(request: int, frame: Frame) -> bytes:
+    async def answer(request: int, frame: Frame, _: Send) -> bytes:
         seen.append(frame)
         return stream_codec.encode_reply(FrameReply(frame.position), request)
 
