@@ -27,9 +27,9 @@ from meshnet_node.cache_store import CacheStore, SessionKey, StoreLimits
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_service import HopService
 from meshnet_node.hop_session import HopSession
-from meshnet_node.model_backend import ShardBackend, ShardResult, ShardWork
 from meshnet_node.sampler import sample
 from meshnet_node.shard_pool import LoadedShard, ShardPool
+from meshnet_node.shard_work import ShardBackend, ShardResult, ShardWork
 
 SESSION = "s-test"
 EPOCH = 3

@@ -9,8 +9,8 @@ from typing import cast
 
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import ShardInfo
-from meshnet_node.model_backend import ShardBackend
 from meshnet_node.offered_shard import OfferedShard, Progress
+from meshnet_node.shard_work import ShardBackend
 
 LAYERS = LayerRange(0, 4)
 

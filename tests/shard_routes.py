@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshnet_core.layer_range import LayerRange
-from meshnet_node.model_backend import ShardWork, TorchModelShard
+from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_loader import load_shard
+from meshnet_node.shard_work import ShardWork
 from tiny_models import save_tiny
 
 TOLERANCE = 1e-4

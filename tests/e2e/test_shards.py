@@ -109,7 +109,7 @@ LOAD_AND_CLOSE = """
 import gc, sys, psutil, torch
 from pathlib import Path
 from meshnet_core.layer_range import LayerRange
-from meshnet_node.model_backend import ShardWork
+from meshnet_node.shard_work import ShardWork
 from meshnet_node.shard_loader import plan_shard
 torch.set_num_threads(1)
 plan = plan_shard(Path(sys.argv[1]), LayerRange(0, 8), dtype=sys.argv[2], device="cpu")

@@ -29,7 +29,7 @@ from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.waiting_room import NoRoomError, WaitingRoom
 from meshnet_node import hop_service
 from meshnet_node.cache_store import CacheStore, SessionKey, StoreLimits
-from meshnet_node.model_backend import ShardResult, ShardWork
+from meshnet_node.shard_work import ShardResult, ShardWork
 from virtual_time import LoopClock, run_virtually
 
 PROMPT = random_prompt(17)

@@ -16,7 +16,8 @@ from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import Generation, GenerationRequest
 from meshnet_gateway.recovery import Replay
 from meshnet_node.forward_lane import ForwardLane
-from meshnet_node.model_backend import ShardResult, ShardWork, TorchModelShard
+from meshnet_node.model_backend import TorchModelShard
+from meshnet_node.shard_work import ShardResult, ShardWork
 from tiny_models import save_tiny
 
 PROMPTS = [random_prompt(5 + 3 * at, seed=at) for at in range(6)]

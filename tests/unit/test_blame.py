@@ -25,7 +25,7 @@ from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.open_document import OpenDocument, OpenReply, ProbeReply
 from meshnet_core.planning import plan_route
 from meshnet_core.route import Route
-from meshnet_node.model_backend import ShardResult, ShardWork
+from meshnet_node.shard_work import ShardResult, ShardWork
 from recovery_runs import COUNT, PROMPT, late_once, run
 
 

@@ -26,7 +26,8 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node import step_warm_up
 from meshnet_node.compiled_step import CompiledLayer
 from meshnet_node.layer_sketch import LayerSketch
-from meshnet_node.model_backend import ForwardCancelledError, TorchModelShard
+from meshnet_node.layer_slicing import ForwardCancelledError
+from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.split import parse_splits
 from meshnet_node.step_comparison import StepComparison

@@ -11,10 +11,10 @@ from in_process_mesh import random_prompt
 from meshnet_core.layer_range import LayerRange
 from meshnet_node import cpu_attention, layer_slicing, packed_linear
 from meshnet_node.cpu_attention import attend
-from meshnet_node.model_backend import ShardResult, ShardWork
 from meshnet_node.packed_linear import PackedLinear, can_pack
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_loader import load_shard
+from meshnet_node.shard_work import ShardResult, ShardWork
 from shard_routes import Models, Route
 from tiny_models import CORE, FAMILIES, num_layers
 

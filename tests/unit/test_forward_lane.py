@@ -15,8 +15,8 @@ import pytest
 from meshnet_core.frames import MAX_DRAFT
 from meshnet_gateway.step_frames import MOST_AGAIN
 from meshnet_node.forward_lane import ForwardLane, LaneTiming
-from meshnet_node.model_backend import ShardBackend, ShardResult, ShardWork
 from meshnet_node.session_state import SessionState
+from meshnet_node.shard_work import ShardBackend, ShardResult, ShardWork
 
 
 class ScriptedBackend:

@@ -23,10 +23,10 @@ from meshnet_core.transport import InProcessTransport
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.link_probes import STALE_S as LINK_STALE_S
 from meshnet_node.link_probes import LinkProbes
-from meshnet_node.model_backend import ShardResult, ShardWork
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.shard_pool import LoadedShard, ShardPool
 from meshnet_node.shard_probes import MEASURED_STEPS, STALE_S, ShardProbes
+from meshnet_node.shard_work import ShardResult, ShardWork
 from meshnet_node.speed_watch import SpeedWatch
 
 # -- shards -----------------------------------------------------------------------------------------------------------

@@ -133,10 +133,12 @@ def linear(rows: int, bias: bool) -> nn.Linear:
 def test_joined_linears_give_what_their_parts_give(biases: tuple[bool, bool]) -> None:
     parts = [linear(rows, bias) for rows, bias in zip((32, 17), biases, strict=True)]
     inputs = torch.randn(3, 5, 64)
+    apart = torch.cat([part(inputs) for part in parts], dim=-1)
     whole = joined(parts)
     assert type(whole) is nn.Linear
     assert (whole.bias is not None) == any(biases)
-    torch.testing.assert_close(whole(inputs), torch.cat([part(inputs) for part in parts], dim=-1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(whole(inputs), apart, rtol=0, atol=1e-6)
+    assert not any(list(part.parameters()) for part in parts)
 
 
 def quantised(rows: int, planes: int = 1, *, bias: bool = False) -> QuantisedLinear:
@@ -149,9 +151,11 @@ def quantised(rows: int, planes: int = 1, *, bias: bool = False) -> QuantisedLin
 def test_packed_matrices_that_fill_their_blocks_are_joined(bias: bool) -> None:
     parts = [quantised(64, bias=bias), quantised(128), quantised(40)]
     inputs = torch.randn(2, 3, 64, dtype=torch.bfloat16)
+    apart = torch.cat([part(inputs) for part in parts], dim=-1)
     whole = joined(parts)
     assert type(whole) is QuantisedLinear
-    assert torch.equal(whole(inputs), torch.cat([part(inputs) for part in parts], dim=-1))
+    assert torch.equal(whole(inputs), apart)
+    assert not any(list(part.buffers()) for part in parts)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from meshnet_core.errors import CacheMissError, HopFailedError, MissReason
-from meshnet_node.model_backend import ForwardCancelledError, ShardResult, ShardWork, TorchModelShard
+from meshnet_node.layer_slicing import ForwardCancelledError
+from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.ragged_cache import RaggedCache
 from meshnet_node.session_state import SessionState
+from meshnet_node.shard_work import ShardResult, ShardWork
 from shard_routes import Models, Route, assert_close, assert_far
 from tiny_models import ALL, CORE, VOCAB, num_layers
 

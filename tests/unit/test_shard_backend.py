@@ -12,10 +12,11 @@ from meshnet_core.errors import BadFrameError, CacheMissError, HopFailedError, I
 from meshnet_core.frames import MAX_CHUNK
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.growing_cache import rows_for
-from meshnet_node.layer_slicing import LayerView
-from meshnet_node.model_backend import ForwardCancelledError, ShardBackend, ShardResult, ShardWork, TorchModelShard
+from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
+from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_loader import load_shard
+from meshnet_node.shard_work import ShardBackend, ShardResult, ShardWork
 from shard_routes import Models, Route, assert_close
 from tiny_models import CORE, VOCAB, num_layers
 

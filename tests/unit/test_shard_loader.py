@@ -19,8 +19,9 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node import family_support
 from meshnet_node.checkpoint_reader import CheckpointReader, StoredTensor
 from meshnet_node.device_choice import choose_device, choose_dtype
-from meshnet_node.model_backend import ShardWork, TorchModelShard
+from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.shard_loader import load_shard
+from meshnet_node.shard_work import ShardWork
 from shard_routes import assert_close
 from tiny_models import ALL, CORE, VOCAB, num_layers, save_tiny
 

@@ -25,11 +25,11 @@ from meshnet_node.cache_store import CacheStore, SessionKey, StoreLimits
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.hop_service import HopService
 from meshnet_node.hop_session import HopSession
-from meshnet_node.model_backend import ShardWork
 from meshnet_node.offered_shard import OfferedShard, Progress
 from meshnet_node.sampler import sample
 from meshnet_node.shard_loader import load_shard, plan_shard
 from meshnet_node.shard_pool import ShardPool
+from meshnet_node.shard_work import ShardWork
 from tiny_models import save_tiny
 
 FAMILIES = {"plain": "llama", "hybrid": "qwen3_5_text", "conv": "lfm2"}

@@ -21,7 +21,7 @@ import torch
 
 from meshnet_core.settle import settle
 from meshnet_node.lane_schedule import LaneSchedule, Taken, is_step
-from meshnet_node.model_backend import ShardBackend, ShardResult, ShardWork
+from meshnet_node.shard_work import ShardBackend, ShardResult, ShardWork
 
 T = TypeVar("T")
 

@@ -32,15 +32,22 @@ def joined(parts: Sequence[nn.Module]) -> nn.Module:
     """One module that gives what ``parts`` give, in order, along the last dimension.
 
     Args:
-        parts: of one input, without gradients; the caller lets go of them.
+        parts: of one input, without gradients. Those that were joined are empty afterwards: their memory is free at
+            once, and not when somebody looks for garbage.
     """
-    if all(type(part) is nn.Linear for part in parts):
-        return _joined_linears([part for part in parts if isinstance(part, nn.Linear)])
     quantised = [part for part in parts if type(part) is QuantisedLinear]
-    if len(quantised) == len(parts) and _matrices_join([part.matrix for part in quantised]):
+    whole: nn.Module
+    if all(type(part) is nn.Linear for part in parts):
+        whole = _joined_linears([part for part in parts if isinstance(part, nn.Linear)])
+    elif len(quantised) == len(parts) and _matrices_join([part.matrix for part in quantised]):
         matrix = PackedMatrix.joined([part.matrix for part in quantised])
-        return QuantisedLinear(matrix, _joined_biases([part.bias for part in quantised], parts))
-    return BesideLinears(parts)
+        whole = QuantisedLinear(matrix, _joined_biases([part.bias for part in quantised], parts))
+    else:
+        return BesideLinears(parts)
+    for module in (each for part in parts for each in part.modules()):
+        module._parameters.clear()
+        module._buffers.clear()
+    return whole
 
 
 def _joined_linears(parts: Sequence[nn.Linear]) -> nn.Module:

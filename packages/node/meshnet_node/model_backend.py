@@ -1,8 +1,7 @@
-"""The backend of a node: frames of several sessions in, hidden states or logits out.
+"""The backend of a node: a shard run with torch.
 
-:class:`ShardBackend` is what the server needs of one; :class:`TorchModelShard` runs a shard with torch. A list of
-frames is the unit of work: decode steps of several sessions run in one forward, which reads the weights once for all,
-and other frames one after the other. Knows nothing of sessions' names, of the wire, or of sampling.
+Decode steps of several sessions run in one forward, which reads the weights once for all, and other frames one after
+the other. Knows nothing of sessions' names, of the wire, or of sampling.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,21 +24,19 @@ from meshnet_core.errors import (
     MeshnetError,
     MissReason,
 )
-from meshnet_core.frames import MAX_CHUNK
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.compiled_step import CompiledLayer, CompiledStep
 from meshnet_node.device_choice import DTYPES, dtype_name
 from meshnet_node.device_memory import give_back
 from meshnet_node.family_support import Family, check_split
-from meshnet_node.growing_cache import rows_for
 from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
-from meshnet_node.session_state import SessionState, tensors_of_each_layer, walk_tensors
+from meshnet_node.session_state import SessionState, walk_tensors
+from meshnet_node.shard_work import ShardResult, ShardWork
+from meshnet_node.state_cost import StateCosts, measured_costs
 from meshnet_node.weight_packing import held_as
 
 if TYPE_CHECKING:
     from meshnet_node.step_warm_up import StepWarmUp
-
-__all__ = ["ForwardCancelledError", "ShardBackend", "ShardResult", "ShardWork", "TorchModelShard"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,147 +44,10 @@ _TOKEN_BYTES = 4  # int32
 BATCH_LIMIT = 32  # decode steps in one forward: each one more adds its attention and little else
 
 
-def never() -> bool:
-    """For frames that nobody can cancel."""
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class ShardWork:
-    """One frame for a shard.
-
-    Attributes:
-        start: effective start, an absolute layer index; the frame runs from there to the shard's end.
-        state: what :meth:`ShardBackend.new_state` gave for the same ``start``; None for the stateless path, which
-            keeps nothing and must carry the whole sequence from position 0.
-        position: positions before the first of this frame.
-        seq_len: positions in this frame.
-        payload: raw little-endian. Token ids of the vocabulary, int32 ``[seq_len]``, if ``start`` is 0; else hidden
-            states ``[1, seq_len, hidden]`` in ``wire_dtype``. Whoever takes a frame in has looked at the ids.
-        wire_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; hidden states go out in it too.
-        sample: how many trailing positions the last shard projects to logits; other shards ignore it.
-        cancelled: looked at before each layer.
-        held: what ``state``, still empty, begins from: a copy of its first ``position`` positions is made before the
-            frame runs. The same object may serve several sessions, at once too.
-        exact: the result is to be the same bits whatever else runs: alone, and in one piece. Products of one row and of
-            several round differently.
-        verify: the frame holds drafts: ``state`` keeps what it needs to fall back to the frame's first position, which
-            a later frame that begins before the state's end makes it do.
-    """
-
-    start: int
-    state: SessionState | None
-    position: int
-    seq_len: int
-    payload: bytes | bytearray | memoryview
-    wire_dtype: str
-    sample: int = 0
-    cancelled: Callable[[], bool] = never
-    held: SessionState | None = None
-    exact: bool = False
-    verify: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ShardResult:
-    """What became of one frame.
-
-    Attributes:
-        hidden: raw little-endian ``[1, seq_len, hidden]`` in the frame's ``wire_dtype``; None from the last shard.
-        logits: float32 ``[sample, vocab]`` on the shard's device, from the last shard if ``sample`` > 0.
-        seconds: wall time of the forward that this frame was part of.
-    """
-
-    hidden: memoryview | None
-    logits: torch.Tensor | None
-    seconds: float
-
-
-class ShardBackend(Protocol):
-    """What a node's server needs of a loaded shard.
-
-    Attributes:
-        layers: the range held.
-        num_layers: layers of the whole model.
-        hidden_size, vocab_size: of the model.
-        max_positions: positions the model was made for; None where its config does not say.
-        dtype: compute dtype by name, which session state of attention layers has too, and how weights are held
-            (:mod:`meshnet_core.dtypes`).
-        device: torch's name for it.
-        model_type: transformers' name of the family.
-        weight_bytes: bytes of weights and buffers held.
-        batch_limit: how many frames :meth:`forward` gains by being given at once; 1 where it runs them one by one.
-    """
-
-    batch_limit: int
-    layers: LayerRange
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    max_positions: int | None
-    dtype: str
-    device: str
-    model_type: str
-    weight_bytes: int
-
-    def new_state(self, start: int) -> SessionState:
-        """Empty state for layers ``start`` to the shard's end.
-
-        Raises:
-            InvalidInputError: if ``start`` lies outside the shard.
-            UnsupportedModelError: if the model cannot be cut there.
-        """
-        ...
-
-    def batch_key(self, work: ShardWork) -> Hashable | None:
-        """What frames that can run in one forward have in common; None for one that runs alone."""
-        ...
-
-    def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
-        """Run the frames and advance their states; one that fails leaves its neighbours alone.
-
-        Frames of one ``batch_key`` run in one forward. One that is refused or cancelled before leaves the others to it;
-        if the forward itself raises, the states of all in it are spoiled.
-
-        Call it from one thread at a time. The answer has one entry for each frame, in order: a result, or the exception
-        (a ``MeshnetError``, or ``ForwardCancelledError``). A frame refused before any layer ran
-        (``BadFrameError``, ``CacheMissError``) leaves its state usable; after any other exception the state is
-        spoiled, since some layers may have advanced, and the caller drops it.
-        """
-        ...
-
-    def state_bytes_per_position(self, start: int) -> int:
-        """Bytes by which a session's state of layers ``start`` to the end grows with each position, without end."""
-        ...
-
-    def state_bytes(self, start: int, positions: int) -> int:
-        """Upper bound of a session's state after ``positions`` positions, taken in by frames of any size."""
-        ...
-
-    def close(self) -> None:
-        """Give the weights' memory back, once the frame that runs has finished; frames that come later fail.
-
-        From any thread; idempotent.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerCost:
-    """State of one layer for one session, in bytes: a fixed part, and a part for each position up to ``window``."""
-
-    fixed: int
-    per_position: int
-    window: int | None
-
-    def after(self, positions: int) -> int:
-        """An upper bound: until the next frame a window is a view of all that the last one brought."""
-        held = positions if self.window is None else min(positions, self.window + MAX_CHUNK)
-        return self.fixed + self.per_position * rows_for(held)
-
-
 class TorchModelShard:
-    """A :class:`ShardBackend` over a pruned transformers model. Made by :func:`~meshnet_node.shard_loader.load_shard`.
+    """A :class:`~meshnet_node.shard_work.ShardBackend` over a pruned transformers model.
+
+    Made by :func:`~meshnet_node.shard_loader.load_shard`.
 
     Args:
         model: pruned to ``layers`` and filled, on its device, in its dtype.
@@ -219,9 +77,9 @@ class TorchModelShard:
         self._closed = False
         self._compiled: tuple[CompiledLayer, ...] = ()
         self.step_warm_up: StepWarmUp | None = None
-        self._costs = self._measure_state()
-        self._kinds: dict[int, Counter[_LayerCost]] = {}  # by start
-        self.batch_limit = BATCH_LIMIT if self._view(layers.start).runs_together else 1
+        view = self._view(layers.start)
+        self._costs = StateCosts(layers, measured_costs(view, self._one_position()))
+        self.batch_limit = BATCH_LIMIT if view.runs_together else 1
 
     @property
     def is_first(self) -> bool:
@@ -234,12 +92,12 @@ class TorchModelShard:
         return self.layers.stop == self.num_layers
 
     def new_state(self, start: int) -> SessionState:
-        """See :class:`ShardBackend`."""
+        """See :class:`~meshnet_node.shard_work.ShardBackend`."""
         view = self._view(start)
         return SessionState(view.layers, view.new_cache())
 
     def batch_key(self, work: ShardWork) -> Hashable | None:
-        """See :class:`ShardBackend`.
+        """See :class:`~meshnet_node.shard_work.ShardBackend`.
 
         Decode steps: one position after others, on state, where no layer of the hop stands against it, and no drafts of
         the frame before.
@@ -254,7 +112,7 @@ class TorchModelShard:
             return None
 
     def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
-        """See :class:`ShardBackend`."""
+        """See :class:`~meshnet_node.shard_work.ShardBackend`."""
         results: dict[int, ShardResult | Exception] = {}
         for group in self._groups(works):
             together = {index: works[index] for index in group}
@@ -318,12 +176,12 @@ class TorchModelShard:
         return failure
 
     def state_bytes_per_position(self, start: int) -> int:
-        """See :class:`ShardBackend`."""
-        return sum(count * cost.per_position for cost, count in self._costs_from(start) if cost.window is None)
+        """See :class:`~meshnet_node.shard_work.ShardBackend`."""
+        return self._costs.bytes_per_position(start)
 
     def state_bytes(self, start: int, positions: int) -> int:
-        """See :class:`ShardBackend`."""
-        return sum(count * cost.after(positions) for cost, count in self._costs_from(start))
+        """See :class:`~meshnet_node.shard_work.ShardBackend`."""
+        return self._costs.bytes_after(start, positions)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that a frame over all of the shard's layers runs, by torch's names for them."""
@@ -365,7 +223,7 @@ class TorchModelShard:
                 view.step = None
 
     def close(self) -> None:
-        """See :class:`ShardBackend`.
+        """See :class:`~meshnet_node.shard_work.ShardBackend`.
 
         The tensors are taken out of the modules: those refer to one another in circles, and a node has frozen some of
         them against the garbage collector, so that letting go of the model alone might free nothing.
@@ -504,34 +362,11 @@ class TorchModelShard:
                 self._put_step(self._views[start])
             return self._views[start]
 
-    @torch.inference_mode()
-    def _measure_state(self) -> list[_LayerCost]:
-        """Run two single positions and look at what the cache object then holds, layer by layer.
-
-        Measured rather than computed, so that it is right for whatever a family's cache holds; it warms the shard up.
-        """
-        view = self._view(self.layers.start)
-        cache = view.new_cache()
+    def _one_position(self) -> torch.Tensor:
+        """As a frame's inputs are."""
         if self.is_first:
-            inputs = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        else:
-            inputs = torch.ones(1, 1, self.hidden_size, dtype=self._compute_dtype, device=self._device)
-        held = []
-        for position in range(2):
-            # The head too, so that what cannot run is found out before it serves.
-            view.forward(inputs, position=position, cache=cache, sample=int(self.is_last), cancelled=never)
-            held.append([sum(t.nbytes for t in tensors) for tensors in tensors_of_each_layer(cache)])
-        costs = []
-        for layer, first, second in zip(cache.layers, *held, strict=True):
-            window = layer.sliding_window if getattr(layer, "is_sliding", False) else None
-            costs.append(_LayerCost(fixed=2 * first - second, per_position=second - first, window=window))
-        return costs
-
-    def _costs_from(self, start: int) -> Iterable[tuple[_LayerCost, int]]:
-        """The costs of layers ``start`` to the end, and how many layers have each: most have the same."""
-        if start not in self._kinds:
-            self._kinds[start] = Counter(self._costs[self.layers.starting_at(start).start - self.layers.start :])
-        return self._kinds[start].items()
+            return torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        return torch.ones(1, 1, self.hidden_size, dtype=self._compute_dtype, device=self._device)
 
 
 def held_bytes(model: PreTrainedModel) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from meshnet_core.estimate import RunningEstimate
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import ShardInfo
-from meshnet_node.model_backend import ShardBackend
+from meshnet_node.shard_work import ShardBackend
 
 Progress = Callable[[int, int], None]
 """Told (bytes read, bytes to read), from any thread; may raise to stop the loading."""

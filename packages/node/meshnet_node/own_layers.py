@@ -20,9 +20,9 @@ from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey
 from meshnet_node.forward_lane import ForwardLane, LaneOutcome, LaneTiming
 from meshnet_node.hop_session import HopSession, Outcome
-from meshnet_node.model_backend import ShardResult, ShardWork
 from meshnet_node.prefix_use import PrefixUse, copy_of
 from meshnet_node.session_state import SessionState
+from meshnet_node.shard_work import ShardResult, ShardWork
 
 
 class SampleFunction(Protocol):

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 from meshnet_core.clock import Clock
 from meshnet_core.dtypes import TOKEN_ID_BYTES, computed_in, dtype_bytes
 from meshnet_node.forward_lane import ForwardLane
-from meshnet_node.model_backend import ShardResult, ShardWork
 from meshnet_node.offered_shard import LoadedShard
 from meshnet_node.shard_pool import ShardPool
+from meshnet_node.shard_work import ShardResult, ShardWork
 
 logger = logging.getLogger(__name__)
 

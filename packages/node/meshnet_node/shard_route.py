@@ -13,9 +13,9 @@ import torch
 
 from meshnet_core.dtypes import wire_dtype
 from meshnet_core.errors import HopFailedError
-from meshnet_node.model_backend import ShardWork
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_loader import load_shard
+from meshnet_node.shard_work import ShardWork
 from meshnet_node.split import Split
 from meshnet_node.step_compiler import Compile
 from meshnet_node.step_warm_up import StepState, StepWarmUp

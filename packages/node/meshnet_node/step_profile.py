@@ -25,7 +25,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshnet_core.dtypes import computed_in, dtype_bytes
 from meshnet_core.frames import MAX_CHUNK
-from meshnet_node.model_backend import ShardWork, TorchModelShard
+from meshnet_node.model_backend import TorchModelShard
+from meshnet_node.shard_work import ShardWork
 
 STEP, ATTENTION = "meshnet step", "meshnet attention"
 # Products that read weights, by torch's names; bmm and matmul are attention's own unless they lie outside of it.

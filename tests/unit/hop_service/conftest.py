@@ -15,8 +15,8 @@ from hop_line import PROMPT, RANGES, STEPS, Gate, Line
 from in_process_mesh import reference_greedy, reference_model
 from meshnet_core.clock import SystemClock
 from meshnet_node import frame_runs
-from meshnet_node.model_backend import ShardBackend
 from meshnet_node.shard_loader import load_shard
+from meshnet_node.shard_work import ShardBackend
 from tiny_models import save_tiny
 
 

@@ -15,7 +15,7 @@ from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.sampling import SampledToken
 from meshnet_node import frame_delivery, hop_service
 from meshnet_node.cache_store import SessionKey
-from meshnet_node.model_backend import ShardBackend, ShardWork
+from meshnet_node.shard_work import ShardBackend, ShardWork
 
 
 async def dropped_as_failed(line: Line, hop: int, frame: Frame) -> None:

@@ -30,7 +30,7 @@ from meshnet_core.errors import CacheFullError, CacheMissError, DeadlineError, H
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_node import frame_runs
 from meshnet_node.cache_store import StoreLimits
-from meshnet_node.model_backend import ShardBackend
+from meshnet_node.shard_work import ShardBackend
 
 # -- order -------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_core.route import Hop, Route
 from meshnet_node.cache_store import SessionKey
 from meshnet_node.hop_session import HopSession
-from meshnet_node.model_backend import ShardResult, ShardWork
+from meshnet_node.shard_work import ShardResult, ShardWork
 
 RANGES = ["0-0", "1-1", "2-3"]
 CHUNKS = [tokens_frame(PROMPT[at : at + 4], at, sample=int(at == 8)) for at in (0, 4, 8)]

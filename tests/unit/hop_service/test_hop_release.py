@@ -12,7 +12,7 @@ from in_process_mesh import random_prompt
 from meshnet_core.clock import SystemClock
 from meshnet_core.errors import CacheMissError, MissReason
 from meshnet_core.frames import Frame
-from meshnet_node.model_backend import ShardBackend
+from meshnet_node.shard_work import ShardBackend
 
 # -- release -----------------------------------------------------------------------------------------------------------
 
