@@ -90,6 +90,24 @@ def test_layers_that_attend_otherwise_stay_as_they_are(views: Callable[..., tupl
     assert not are_quick(base_of(plain.model))
 
 
+def test_a_layers_own_weights_are_let_go_of_before_the_next_layer_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = LayerRange(0, num_layers("llama"))
+    base = base_of(plan_shard(save_tiny("llama", tmp_path), layers, dtype="float32", device="cpu").load_model())
+    weights = [weakref.ref(layer.mlp.gate_proj.weight) for layer in base.layers]
+    held = []
+
+    def look(layer: nn.Module) -> QuickLayer:
+        gc.collect()
+        held.append(sum(weight() is not None for weight in weights))
+        return QuickLayer(layer)
+
+    monkeypatch.setattr("meshnet_node.quick_layer.QuickLayer", look)
+    quicken(base, "sdpa")
+    assert held == list(range(len(weights), 0, -1))
+
+
 def test_experts_stay_and_a_gated_mlp_does_not(views: Callable[..., tuple[LayerView, LayerView]]) -> None:
     _, mixture = views("mixtral", "float32")
     _, dense = views("llama", "float32")

@@ -40,8 +40,9 @@ def quicken(base: Any, attn_implementation: str | None) -> None:
         attn_implementation: the model's; quick layers are for ``sdpa`` alone.
     """
     if attn_implementation == "sdpa" and all(map(_has_the_form, base.layers)):
-        for name, layer in base.layers.named_children():
-            base.layers.register_module(name, QuickLayer(layer))
+        # Names and not modules are listed: a list would keep every layer's own weights until the last is joined.
+        for name in [name for name, _ in base.layers.named_children()]:
+            base.layers.register_module(name, QuickLayer(base.layers.get_submodule(name)))
         base.rotary_emb = QuickRope(base.rotary_emb)
 
 
