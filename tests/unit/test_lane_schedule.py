@@ -155,6 +155,29 @@ def test_but_one_does_that_is_held_back_for_steps_anyway(lane: Lane) -> None:
     assert lane.now - began == pytest.approx(lane.step_s * (1 + PATIENCE))
 
 
+@pytest.mark.parametrize("batch", ["other", None])
+def test_nor_do_steps_that_cannot_be_in_the_group(lane: Lane, batch: str | None) -> None:
+    """Of another shard on the same device, or of a family whose steps run alone."""
+    lane.put(*(step(turn) for turn in "abc"))
+    lane.run()
+    lane.put(step("a"), step("x", batch))
+    began = lane.now
+    assert lane.run()[0] == "a"
+    assert lane.now - began == pytest.approx(lane.step_s + min(APART_S, APART * lane.step_s))
+
+
+def test_a_session_that_ends_while_its_step_runs_is_not_waited_for(lane: Lane) -> None:
+    lane.put(step("a"), step("b"))
+    taken = lane.take()
+    lane.schedule.forget("a")
+    lane.now += lane.step_s
+    lane.schedule.ran(taken, lane.step_s, lane.now)
+    lane.put(step("b"))
+    began = lane.now
+    assert lane.run()[0] == "b"
+    assert lane.now - began == pytest.approx(lane.step_s)
+
+
 def test_only_frames_of_one_batch_run_together_and_one_of_each_session(lane: Lane) -> None:
     lane.put(step("a0"), step("a1"), step("b0", "other"), step("c0", None), step("d0"))
     assert [lane.run()[0] for _ in range(4)] == ["a0+d0", "b0", "c0", "a1"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +87,27 @@ async def test_no_shard_is_measured_while_frames_wait(llama: Path, lane: Forward
     gate.set()
     await asyncio.gather(*running)
     assert held.decode_ms.value is None
+
+
+async def test_whoever_comes_right_after_a_measurement_has_the_lane_alone(llama: Path) -> None:
+    """A prompt runs whole, and no step waits for one more of the measurement's."""
+    backend = load_shard(llama, LayerRange(0, 2), dtype="float32")
+    lane = ForwardLane(now=lambda: 0.0)
+    try:
+        await ShardProbes(ShardPool([LoadedShard(backend, MODEL, FINGERPRINT, 512)]), lane, ManualClock()).round()
+        ran: list[int] = []
+        forward = backend.forward
+
+        def counted(works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
+            ran.extend(work.seq_len for work in works)
+            return forward(works)
+
+        backend.forward = counted  # type: ignore[method-assign]
+        work = ShardWork(0, backend.new_state(0), 0, 200, bytes(4 * 200), "float32")
+        await lane.run("prompt", backend, work, lambda result: result)
+    finally:
+        lane.close()
+    assert ran == [200]
 
 
 # -- links ------------------------------------------------------------------------------------------------------------

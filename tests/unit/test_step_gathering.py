@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshnet_node.step_gathering import APART, APART_S, PATIENCE, BatchCost, StepGathering
+from meshnet_node.step_gathering import APART, APART_S, PATIENCE, PATIENCE_S, BatchCost, StepGathering
 
 STEP_S = 0.03
 
@@ -19,13 +19,15 @@ def gathering(fixed_s: float = STEP_S, each_s: float = 0.0) -> StepGathering:
     return found
 
 
-def waited(gathering: StepGathering, came: dict[float, int], *, enough: int, most: int) -> tuple[float, int]:
+def waited(
+    gathering: StepGathering, came: dict[float, int], *, enough: int, most: int, step_s: float = STEP_S
+) -> tuple[float, int]:
     """Seconds until the steps run, and how many do; ``came`` are those that wait, by when they came."""
     now = 0.0
     while True:
         have = sum(count for at, count in came.items() if at <= now)
         gathering.came(max(at for at in came if at <= now))
-        wait_s = gathering.wait_s(have, enough, most, now, STEP_S)
+        wait_s = gathering.wait_s(have, enough, most, now, step_s)
         if not wait_s:
             return now, have
         now = min([now + wait_s, *(at for at in came if at > now)])
@@ -53,6 +55,13 @@ def test_no_longer_than_one_group_fewer_saves(fixed_s: float, each_s: float) -> 
     took, have = waited(gathering(fixed_s, each_s), {0.0: 1}, enough=4, most=4)
     at_least = min(APART_S, APART * STEP_S)
     assert (took, have) == (pytest.approx(max(at_least, PATIENCE * min(STEP_S, fixed_s)), rel=0.05), 1)
+
+
+def test_a_first_step_that_took_long_makes_nobody_wait_as_long() -> None:
+    """It may have read its weights from a disk; the mean knows of it for a good while."""
+    found = StepGathering()
+    found.cost.ran(1, 60.0)
+    assert waited(found, {0.0: 1}, enough=2, most=2, step_s=60.0) == (PATIENCE_S, 1)
 
 
 def test_waits_that_bring_nobody_are_given_up_and_tried_again_now_and_then() -> None:

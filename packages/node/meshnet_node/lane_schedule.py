@@ -98,6 +98,7 @@ class LaneSchedule(Generic[J]):
     _queues: OrderedDict[object, deque[J]] = field(default_factory=OrderedDict)
     _gathering: StepGathering = field(default_factory=StepGathering)
     _stepped: OrderedDict[object, tuple[float, Hashable | None]] = field(default_factory=OrderedDict)  # see `_about`
+    _stepping: set[object] = field(default_factory=set)  # turns whose steps run, but those forgotten meanwhile
     _owed_s: float = 0.0  # to steps, for what long frames took
     _slack_s: float = 0.0  # of it, that need not be paid before the next long frame
     _hold_until: float = 0.0
@@ -129,6 +130,7 @@ class LaneSchedule(Generic[J]):
     def forget(self, turn: object) -> None:
         """Its session is over: the lane need not wait for its next step."""
         self._stepped.pop(turn, None)
+        self._stepping.discard(turn)
 
     def take(self, now: float) -> Taken[J] | float | None:
         """What runs next; or the seconds after which to ask again, if nothing comes before; or None: nothing waits."""
@@ -147,6 +149,7 @@ class LaneSchedule(Generic[J]):
             jobs.append(queue.popleft())
             if queue:
                 self._queues[turn] = queue  # to the back: the others come first
+        self._stepping = set(turns) if first.is_step else set()
         return Taken(tuple(turns), tuple(jobs), positions)
 
     def ran(self, taken: Taken[J], seconds: float, now: float) -> None:
@@ -155,7 +158,9 @@ class LaneSchedule(Generic[J]):
             self._gathering.cost.ran(len(taken.jobs), seconds)
             self.step_s = seconds if self.step_s is None else self.step_s + _WEIGHT * (seconds - self.step_s)
             for turn in taken.turns:
-                self._note_step(turn, now, taken.jobs[0].batch)
+                if turn in self._stepping:
+                    self._note_step(turn, now, taken.jobs[0].batch)
+            self._stepping = set()
             self._owed_s = max(0.0, self._owed_s - seconds)
             return
         if about := self._about(now - seconds).items():  # they could not run meanwhile
@@ -194,8 +199,10 @@ class LaneSchedule(Generic[J]):
         if first.batch is None:
             return 0.0
         most = self._most(first, now)
-        # What each group has if all are alike; but a long frame, which could run meanwhile, waits for no such group.
-        nobody_waits = held or all(queue[0].is_step for queue in self._queues.values())
+        # What each group has if all are alike; but whatever else could run meanwhile waits for no such group.
+        nobody_waits = all(
+            queue[0].batch == first.batch if queue[0].is_step else held for queue in self._queues.values()
+        )
         enough = min(most, self._alike(first, now) // first.hops) if nobody_waits else 0
         return self._gathering.wait_s(together, enough, most, now, self.step_s or 0.0)
 

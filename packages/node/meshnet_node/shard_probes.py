@@ -69,6 +69,8 @@ class ShardProbes:
                 await self._measure(shard)
             except Exception as error:  # noqa: BLE001 - a shard that was dropped meanwhile, or cannot run one step alone
                 logger.debug("%s could not be measured: %s", offer, error)
+            finally:
+                self._lane.forget(self)  # whoever comes next has the lane alone
 
     def _is_stale(self, shard: LoadedShard) -> bool:
         behind = shard.decode_ms.evidence(self._clock.now())

@@ -19,6 +19,8 @@ APART_S, APART = 0.01, 0.1
 TOGETHER = 0.25  # forwards' time that may pass in all while they come
 PATIENCE = 0.75
 """Of what is saved, that is waited for steps which make a group as large as all groups can be."""
+PATIENCE_S = 1.0
+"""No such wait is longer, in seconds: a forward that had its weights read from a disk first is no measure of others."""
 IN_VAIN = 0.5  # share of such waits that bring nobody, from which on there are none for a while
 _NEWEST = 0.2  # weight of the newest wait
 _FORGETS = 0.01  # of that share, with each forward that was not waited for
@@ -86,7 +88,7 @@ class StepGathering:
             until = min(self._came + min(APART_S, APART * step_s), self._since + TOGETHER * step_s)
             if have < enough and (self._had is not None or self._in_vain < IN_VAIN):
                 self._had = have if self._had is None else self._had
-                until = max(until, self._since + PATIENCE * min(step_s, self.cost.fixed_s))
+                until = max(until, self._since + min(PATIENCE_S, PATIENCE * min(step_s, self.cost.fixed_s)))
             if until > now:
                 return until - now
         self._since = None
