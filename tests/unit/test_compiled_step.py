@@ -317,9 +317,9 @@ def test_layers_of_a_kind_share_what_is_compiled(models: Models) -> None:
         numbers.append(len(sketches))
         return trace_layers(sketches, stopped)
 
-    for family in ("llama", "qwen3_next", "gemma3_text"):
+    for family in ("llama", "qwen3_next", "gemma3_text", "smollm3"):
         assert warmed(shard_of(models, family), compile_layers).state is StepState.READY
-    assert numbers == [1, 2, 2]
+    assert numbers == [1, 2, 2, 2]
 
 
 def test_a_node_without_a_compiler_says_so_before_it_loads(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

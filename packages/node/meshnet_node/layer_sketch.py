@@ -31,6 +31,9 @@ _PER_SHARD = frozenset(
 )
 """Parts of a config that say which layers a view has, and nothing of any one of them."""
 
+_OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that tell nothing of a module: its parts, which are told of by themselves, and hooks."""
+
 STATES = ("conv_states", "recurrent_states")
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -152,7 +155,7 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _about(module: nn.Module) -> list[str]:
-    plain = {name: _plain(value) for name, value in vars(module).items() if not name.startswith("_")}
+    plain = {name: _plain(value) for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
     return [f"{type(module).__module__}.{type(module).__qualname__}", repr(sorted(plain.items()))]
 
 
