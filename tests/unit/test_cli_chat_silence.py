@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from meshnet_cli import chat, chat_progress, chat_silence
 from meshnet_cli.chat_silence import reason_of, watched
 from meshnet_cli.chat_stream import Gateway
+from meshnet_cli.complaint import CommandFailedError
 from scripted_gateway import ScriptedGateway, serving
 
 
@@ -103,6 +105,16 @@ async def test_chat_says_at_once_which_layers_lack(
         with suppress(asyncio.CancelledError):
             await answer
     assert out == ""
+
+
+async def test_the_line_that_tells_how_far_it_is_goes_when_the_answer_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    failing = ScriptedGateway([["Hel", RuntimeError("boom")]])
+    with serving(failing) as gateway, pytest.raises(CommandFailedError, match="boom"):
+        await as_json(chat.Partner(Gateway(gateway.url), "tiny", 0), [])
+    assert capsys.readouterr() == ("", "\r\x1b[2Kanswering: 3 characters\r\x1b[2K")
 
 
 async def test_a_status_that_is_not_told_ends_nothing() -> None:

@@ -46,7 +46,7 @@ async def answer_events(
     """An answer as it comes.
 
     Args:
-        line: shows how far a long prompt is. Whoever shows something else where it is clears it.
+        line: shows how far a long prompt is. Whoever shows something else where it is clears it; at the end it is gone.
         mid_line: whether the terminal's last line is one that was not ended.
 
     Raises:
@@ -61,14 +61,17 @@ async def answer_events(
                 sys.stderr.flush()
 
         asked = gateway.chat(partner.model, messages, temperature=partner.temperature, top_p=CHAT_TOP_P)
-        async with aclosing(watched(asked, tell_why)) as events:
-            async for event in events:
-                match event:
-                    case Prefill(done, total):
-                        if done < total:
-                            line.show(f"reading the prompt: {done} of {total} tokens")
-                    case _:
-                        yield event
+        try:
+            async with aclosing(watched(asked, tell_why)) as events:
+                async for event in events:
+                    match event:
+                        case Prefill(done, total):
+                            if done < total:
+                                line.show(f"reading the prompt: {done} of {total} tokens")
+                        case _:
+                            yield event
+        finally:
+            line.clear()  # what went wrong is told where it is
 
 
 async def reason_for(gateway: Gateway, model: str) -> str | None:
