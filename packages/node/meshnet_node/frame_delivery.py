@@ -10,7 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshnet_core.clock import Clock
-from meshnet_core.errors import BadFrameError, DeadlineError, HopFailedError, HopUnreachableError, MeshnetError
+from meshnet_core.errors import (
+    BadFrameError,
+    CacheMissError,
+    DeadlineError,
+    HopFailedError,
+    HopUnreachableError,
+    MeshnetError,
+    MissReason,
+)
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_core.link_times import LinkTimes
 from meshnet_core.transport import FrameAnswered, HopTransport, PromptTransport
@@ -75,7 +83,7 @@ class FrameDelivery:
     ) -> Callable[[], object]:
         """As `deliver`, without a task where the next hop can be sent to at once; ``done`` is told what came of it.
 
-        What it returns makes an end of it: then ``done`` is told nothing any more.
+        What it returns makes an end of it: what ``done`` is told after that says nothing.
         """
         if session.is_tail or outcome.hidden is None:
             reply = self._at_tail(run, outcome, arrived)
@@ -93,7 +101,7 @@ class FrameDelivery:
                     now = self._clock.now()
                     reply = self._passed_on(run, outcome, onward, answer, now)
                     session.settle(run, reply)
-                except MeshnetError as error:
+                except Exception as error:  # noqa: BLE001 - it is the answer
                     done(error)
                 else:
                     done(reply)
@@ -104,9 +112,11 @@ class FrameDelivery:
         task = asyncio.create_task(self.deliver(session, run, outcome, arrived, deadline))
 
         def finished(ended: asyncio.Task[FrameReply]) -> None:
-            if not ended.cancelled():
-                error = ended.exception()
-                done(error if isinstance(error, Exception) else ended.result())
+            if ended.cancelled():  # by whoever has heard of its end, or by a transport that is closed
+                done(CacheMissError("the way to the next hop was closed", reason=MissReason.FAILED))
+                return
+            error = ended.exception()
+            done(error if isinstance(error, Exception) else ended.result())
 
         task.add_done_callback(finished)
         return task.cancel

@@ -171,7 +171,7 @@ class FrameStream(asyncio.Protocol):
         self._bytes_in_flight -= size
         self._active_at = self._loop.time()
         if self._full:
-            self._take_in()
+            self._loop.call_soon(self._take_in)  # not within what tells this answer
         self._close_if_done()
 
     def _send(self, message: bytes) -> None:

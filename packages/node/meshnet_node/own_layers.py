@@ -177,12 +177,14 @@ class OwnLayers:
         self, session: HopSession, leases: ExitStack, told: Callable[[LaneOutcome[Ran]], None], ran: LaneOutcome[Ran]
     ) -> None:
         """The lane is through with a frame."""
-        with leases:
-            told(ran)
-            if isinstance(ran, tuple) and (copy := ran[0].copy) is not None:
-                self._prefixes.keep_copy(session, copy)
-        self._left.set()
-        self._left = asyncio.Event()
+        try:
+            with leases:
+                told(ran)
+                if isinstance(ran, tuple) and (copy := ran[0].copy) is not None:
+                    self._prefixes.keep_copy(session, copy)
+        finally:  # others may be waiting for the room
+            self._left.set()
+            self._left = asyncio.Event()
 
     def _sampled(self, session: HopSession, frame: Frame, logits: torch.Tensor) -> tuple[SampledToken, ...]:
         """The tokens after the last positions of the frame, ``logits`` ``[frame.sample, vocab]``.

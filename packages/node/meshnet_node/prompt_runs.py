@@ -18,6 +18,7 @@ from dataclasses import replace
 from meshnet_core.clock import Clock
 from meshnet_core.errors import CacheMissError, DeadlineError, MeshnetError, MissReason
 from meshnet_core.frames import Frame, FrameReply, Phase
+from meshnet_core.settle import settle
 from meshnet_core.transport import FrameAnswered
 from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey
 from meshnet_node.forward_lane import LaneOutcome
@@ -171,11 +172,10 @@ class _PromptRun:
         if self._reply.done():
             return
         self._ends_delivery = None
-        self._tell_caller(outcome)
-        if isinstance(outcome, FrameReply):
-            self._reply.set_result(outcome)
-        else:
-            self._reply.set_exception(outcome)
+        try:
+            self._tell_caller(outcome)
+        finally:
+            settle(self._reply, outcome)  # who was told may have ended the session, and this with it
 
     def _tell_caller(self, outcome: FrameReply | Exception) -> None:
         if self._answered is not None:

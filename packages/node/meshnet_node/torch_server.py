@@ -270,11 +270,10 @@ class _Door:
         result = "cancelled"
         try:
             try:
-                outcome = await self._ran(frame)
+                outcome: FrameReply | Exception = await self._ran(frame)
             except Exception as error:  # noqa: BLE001 - it goes back as a refusal
-                message, result = _answer_to(number, error)
-            else:
-                message, result = _answer_to(number, outcome)
+                outcome = error
+            message, result = _answer_to(number, outcome)
             return message
         finally:
             self._metrics.answered(_FORWARD, result, time.perf_counter() - began, len(frame.body))
@@ -341,9 +340,15 @@ class _Door:
 
 
 def _answer_to(number: int, outcome: FrameReply | Exception) -> tuple[bytes, str]:
-    """The message that answers a frame of a stream, and what it is counted as."""
+    """The message that answers a frame of a stream, and what it is counted as.
+
+    A reply that cannot be told, with a NaN among its logprobs say, is the hop's failure, and whoever asked hears of it.
+    """
     if isinstance(outcome, FrameReply):
-        return stream_codec.encode_reply(outcome, number), "ok"
+        try:
+            return stream_codec.encode_reply(outcome, number), "ok"
+        except Exception as untold:  # noqa: BLE001 - it goes back as a refusal
+            outcome = untold
     error = outcome if isinstance(outcome, MeshnetError) else _failure(outcome, _FORWARD)
     return stream_codec.encode_refusal(error, number), error.code
 
