@@ -9,11 +9,14 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import ANY
 
 import pytest
+import torch
 
 from meshnet_core.frames import MAX_DRAFT
 from meshnet_gateway.step_frames import MOST_AGAIN
+from meshnet_node.cpu_threads import take_cpu_threads
 from meshnet_node.forward_lane import ForwardLane, LaneTiming
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_work import ShardBackend, ShardResult, ShardWork
@@ -142,6 +145,15 @@ async def test_sessions_go_round_whoever_comes_back_stands_at_the_end(lane: Lane
     await lane.queue(("c", "c1"), ("d", "d0"))  # while b0 runs: c waits already, d is new
     await lane.finish()
     assert lane.backend.order[1:] == ["a0", "b0", "c0", "a1", "b1", "d0", "c1"]
+
+
+@pytest.mark.usefixtures("one_thread")
+async def test_the_lane_keeps_its_cpu_threads_when_others_take_theirs_before_its_first_product() -> None:
+    async for lane in _closed_after(Lane(threads=3)):
+        lane.backend.run_free()
+        await lane.submit("a", "a0")  # the lane has taken its threads by now, and computed nothing
+        await asyncio.to_thread(take_cpu_threads, 1)  # as a thread that loads a shard does
+        assert await lane.submit("a", "a1", finish=lambda _: torch.get_num_threads()) == (3, ANY)
 
 
 async def test_forward_and_finish_run_on_the_lanes_thread_and_are_timed(lane: Lane) -> None:

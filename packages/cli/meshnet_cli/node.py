@@ -261,11 +261,12 @@ def _start_torch(threads: int | None) -> int:
     import torch
 
     import meshnet_node.shard_loader  # noqa: F401
+    from meshnet_node.cpu_threads import take_cpu_threads
     from meshnet_node.device_memory import share_heap
 
     share_heap()
     gc.freeze()
     gc.enable()
     lane_threads = threads or torch.get_num_threads()
-    torch.set_num_threads(1)
+    take_cpu_threads(1)
     return lane_threads

@@ -131,13 +131,12 @@ def _load(
     plan: ShardPlan, model: str, files: ModelFiles, weights: WeightsWanted, progress: Progress
 ) -> TorchModelShard:
     """Load what was planned, unless the folder holds another model by now: it would answer under a wrong name."""
-    import torch
-
     from meshnet_node.compile_choice import compiles_steps
+    from meshnet_node.cpu_threads import take_cpu_threads
     from meshnet_node.model_files import open_model
     from meshnet_node.step_warm_up import StepWarmUp
 
-    torch.set_num_threads(1)  # of this thread: the forward lane's team of threads is to be the only one
+    take_cpu_threads(1)  # the forward lane's team of threads is to be the only one
     if (
         Path(model).expanduser().is_dir()
         and open_model(model).rounded(weights.quantize).fingerprint != files.fingerprint

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
-import torch
-
 from meshnet_core.settle import settle
+from meshnet_node.cpu_threads import take_cpu_threads
 from meshnet_node.lane_schedule import LaneSchedule, Taken, is_step
 from meshnet_node.shard_work import ShardBackend, ShardResult, ShardWork
 
@@ -228,7 +227,7 @@ class ForwardLane:
 
     def _run(self) -> None:
         if self._threads is not None:
-            torch.set_num_threads(self._threads)
+            take_cpu_threads(self._threads)
         while (taken := self._next()) is not None:
             self._execute(taken)
             del taken  # the lane may have nothing to do for long, and they hold states and tensors

@@ -15,9 +15,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from meshnet_core.errors import MeshnetError
+from meshnet_node.cpu_threads import take_cpu_threads
 from meshnet_node.layer_sketches import sketch_layers
 from meshnet_node.step_comparison import StepComparison, compare_steps
 from meshnet_node.step_compiler import Compile, compile_in_child, folder
@@ -104,7 +103,7 @@ class StepWarmUp:
         return self._status
 
     def _run_alone(self) -> None:
-        torch.set_num_threads(1)  # of this thread: the forward lane's team of threads is to be the only one
+        take_cpu_threads(1)  # the forward lane's team of threads is to be the only one
         self.run()
 
     def run(self) -> None:
