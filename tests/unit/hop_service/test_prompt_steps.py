@@ -23,7 +23,7 @@ from meshnet_core.clock import SystemClock
 from meshnet_core.errors import CacheMissError, DeadlineError, HopFailedError, HopUnreachableError, MissReason
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_node.cache_store import SessionKey
-from meshnet_node.model_backend import ShardBackend
+from meshnet_node.shard_work import ShardBackend
 
 
 async def at_first_step(line: Line, **changes: object) -> Frame:
