@@ -198,3 +198,10 @@ def test_a_release_and_its_answer_come_back_as_they_went(through_epoch: int | No
 def test_an_unreadable_yes_is_the_peers_fault(answer: bytes) -> None:
     with pytest.raises(HopFailedError, match="unreadable answer from a peer"):
         http_codec.decode_reply(answer, OpenReply.from_wire)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_an_answer_holds_no_number_that_could_not_be_passed_on(number: str) -> None:
+    answer = f'{{"position":3,"tokens":[{{"id":7,"logprob":{number},"top":[]}}],"timings":[]}}'
+    with pytest.raises(HopFailedError, match="unreadable answer from a peer"):
+        http_codec.decode_reply(answer.encode(), FrameReply.from_wire)

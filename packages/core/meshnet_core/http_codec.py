@@ -200,7 +200,7 @@ def decode_reply(body: Body, from_wire: Callable[[dict[str, Any]], ReplyValue]) 
         HopFailedError: it is not what ``from_wire`` reads. The peer said yes, so this is its fault, not the frame's.
     """
     try:
-        document = json.loads(bytes(body))
+        document = json.loads(bytes(body), parse_constant=_refuse_constant, parse_float=_finite)
         return from_wire(document)
     except _UNREADABLE as error:
         raise HopFailedError(f"unreadable answer from a peer: {bytes(body[:200])!r}") from error

@@ -176,14 +176,17 @@ class OwnLayers:
     def _ended(
         self, session: HopSession, leases: ExitStack, told: Callable[[LaneOutcome[Ran]], None], ran: LaneOutcome[Ran]
     ) -> None:
-        """The lane is through with a frame."""
+        """The lane is through with a frame; an error of it is for its leases too: what was not run on saved nothing."""
+        error: BaseException | None = asyncio.CancelledError() if ran is None else None
+        if isinstance(ran, Exception):
+            error = ran
         try:
-            with leases:
-                told(ran)
-                if isinstance(ran, tuple) and (copy := ran[0].copy) is not None:
-                    self._prefixes.keep_copy(session, copy)
-        finally:  # others may be waiting for the room
-            self._left.set()
+            told(ran)
+            if isinstance(ran, tuple) and (copy := ran[0].copy) is not None:
+                self._prefixes.keep_copy(session, copy)
+        finally:
+            leases.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
+            self._left.set()  # others may be waiting for the room
             self._left = asyncio.Event()
 
     def _sampled(self, session: HopSession, frame: Frame, logits: torch.Tensor) -> tuple[SampledToken, ...]:

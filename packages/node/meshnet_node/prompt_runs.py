@@ -146,14 +146,15 @@ class _PromptRun:
 
     def _ran(self, ran: LaneOutcome[Ran]) -> None:
         """The lane is through with it: deliver what came of it, then take in how long it took."""
-        if not self._on_lane:
-            return  # it was given up
+        if not self._on_lane or self._reply.done():
+            return  # it was given up; or the session has ended, and `_ended` is about to say so
         self._on_lane = False
         if isinstance(ran, Exception):
             self.fail(ran)
             return
-        if ran is None:
+        if ran is None:  # withdrawn: the session counts positions that its state has not
             self._reply.cancel()
+            self._at.store.drop_held(self._key, self._session, MissReason.FAILED)
             return
         run, session = self._run, self._session
         try:

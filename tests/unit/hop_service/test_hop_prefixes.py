@@ -14,6 +14,7 @@ from meshnet_core.frames import FrameReply, Phase
 from meshnet_core.open_document import OpenReply
 from meshnet_core.prefix import EVERYONE, PrefixTerms, marks_of
 from meshnet_node.held_prefixes import KEY_NBYTES
+from meshnet_node.shard_work import ShardWork
 
 MARKS = (4, 8, len(PROMPT) - 1, len(PROMPT))
 NEXT = "s-next"
@@ -108,6 +109,19 @@ async def test_what_has_gone_since_the_open_is_a_miss(holding: Line) -> None:
     with pytest.raises(CacheMissError) as caught:
         await resume(holding, PROMPT, 8)
     assert caught.value.reason is MissReason.EVICTED
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_resume_frame_that_fails_has_saved_nothing(holding: Line, *, fails: bool) -> None:
+    def fail(_: ShardWork) -> None:
+        if fails:
+            raise RuntimeError("on purpose")
+
+    await answered(holding)
+    await open_next(holding, PROMPT)
+    holding.shards[0].before = fail
+    await asyncio.gather(resume(holding, PROMPT, 8), return_exceptions=True)
+    assert holding.hops[0].status()["prefill_positions_saved"] == (0 if fails else 8)
 
 
 async def test_a_session_may_begin_at_0_whatever_it_was_told(holding: Line, expected: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from meshnet_core.clock import SystemClock
 from meshnet_core.errors import CacheMissError, DeadlineError, HopFailedError, HopUnreachableError, MissReason
 from meshnet_core.frames import Frame, FrameReply
 from meshnet_node.cache_store import SessionKey
+from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.shard_work import ShardBackend
 
 
@@ -50,6 +52,14 @@ class Told:
         await settle()
         assert len(self.outcomes) == 1
         return self.outcomes[0]
+
+
+def let_run(lane: ForwardLane) -> None:
+    """Wait until a lane is through, and keep the loop from hearing of it meanwhile."""
+    given_up = time.monotonic() + PATIENCE_S
+    while lane.queued and time.monotonic() < given_up:
+        time.sleep(0.001)
+    time.sleep(0.05)
 
 
 @pytest.mark.parametrize("hop", [0, 1])
@@ -160,6 +170,41 @@ async def test_a_release_of_a_step_that_waits_for_the_lane_withdraws_it(line: Li
     gate.open()
     await other
     assert line.shards[0].forwards == [(0, 12)] * 2
+
+
+async def test_a_step_whose_session_ends_just_as_its_layers_do_is_not_passed_on(line: Line, gate: Gate) -> None:
+    step = await at_first_step(line)
+    line.shards[0].before = gate
+    told = Told()
+    assert line.hops[0].begin(step, told)
+    await gate.reached()
+    sent = len(line.wire.frames)
+    gate.open()
+    let_run(line.hops[0]._lane)
+    line.hops[0].store.release(SESSION)
+    miss = await told.one()
+    assert isinstance(miss, CacheMissError)
+    assert (miss.reason, miss.hop_index) == (MissReason.RELEASED, 0)
+    await until(lambda: line.hops[0].store.nbytes == 0)
+    assert len(line.wire.frames) == sent
+
+
+async def test_a_step_that_was_withdrawn_takes_its_state_along(line: Line, gate: Gate) -> None:
+    """It has its place in the session, which the state does not know of."""
+    step = await at_first_step(line)
+    await line.open(session="s-other")
+    line.shards[0].before = gate
+    other = asyncio.create_task(line.prefill(PROMPT, session="s-other"))
+    await gate.reached()
+    told = Told()
+    assert line.hops[0].begin(step, told)
+    line.hops[0]._lane.withdraw((SessionKey(SESSION, 0), EPOCH))
+    miss = await told.one()
+    assert isinstance(miss, CacheMissError)
+    assert miss.reason is MissReason.FAILED
+    assert line.hops[0].store.find(SessionKey(SESSION, 0)) is None
+    gate.open()
+    await other
 
 
 async def test_a_newer_epoch_in_mid_step_ends_it(line: Line, expected: list[int], gate: Gate) -> None:
