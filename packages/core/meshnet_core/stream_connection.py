@@ -115,8 +115,9 @@ class StreamConnection(asyncio.Protocol):
         if self._transport is None:
             raise StreamLostError(self._said or "the connection was closed")
         request = self._last = self._last % MAX_REQUEST + 1
+        message = encode_frame(frame, request, deadline_ms)
         self._pending[request] = answered
-        self._transport.write(encode_frame(frame, request, deadline_ms))
+        self._transport.write(message)
         self.used_at = self._loop.time()
         return request
 

@@ -157,6 +157,15 @@ async def test_an_upgrade_that_is_never_answered_holds_up_one_frame_and_the_next
     server.close()
 
 
+async def test_a_frame_that_cannot_be_told_is_not_waited_for(node: Node, transport: StreamTransport) -> None:
+    assert (await transport.forward(node.url, at(4))).position == 5  # the connection stands
+    with pytest.raises(struct.error):
+        await transport.forward(node.url, at(2**40))
+    (stream,) = transport._streams.values()
+    assert stream.pending == 0
+    assert (await transport.forward(node.url, at(5))).position == 6
+
+
 async def test_whoever_waits_for_a_connection_is_told_that_the_transport_closes() -> None:
     asked = asyncio.Event()
 
