@@ -288,6 +288,28 @@ def test_after_a_frame_that_must_run_whole_the_steps_get_as_much_time(lane: Lane
     assert steps == pytest.approx(0.256 / lane.step_s, abs=1)
 
 
+def test_steps_that_waited_for_a_long_frame_all_count_though_it_took_longer_than_they_linger(lane: Lane) -> None:
+    """Three sessions decode and three prefill, so that the steps are owed all of what a prefill took."""
+    lane.position_s = 0.01
+    lane.put(*(step(turn) for turn in "abc"))
+    lane.run()
+    lane.put(*(ScriptedJob(turn, 256, divisible=False) for turn in "pqr"))
+    taken = lane.take()
+    lane.put(step("a"), step("b"))
+    lane.now += 2.5
+    lane.put(step("c"))
+    lane.schedule.ran(taken, 2.5, lane.now)
+    steps_s = 0.0
+    while True:
+        began = lane.now
+        name, _ = lane.run()
+        if name in "pqr":
+            break
+        steps_s += lane.now - began
+        lane.put(*(step(turn) for turn in name.split("+")))
+    assert steps_s == pytest.approx(2.5, abs=0.1)
+
+
 def test_steps_that_are_elsewhere_meanwhile_are_waited_for_but_not_for_ever(lane: Lane) -> None:
     lane.put(step("a0"), ScriptedJob("p0", 2560, divisible=False))
     lane.run()

@@ -116,7 +116,6 @@ class LaneSchedule(Generic[J]):
         if job.is_step:
             self._gathering.came(now)
             self._note_step(turn, now, job.batch)
-            self._about(now)  # forgets those that have gone, whoever asks for them or not
         self._queues.setdefault(turn, deque()).append(job)
 
     def put_back(self, turn: object, job: J) -> None:
@@ -161,6 +160,7 @@ class LaneSchedule(Generic[J]):
                 if turn in self._stepping:
                     self._note_step(turn, now, taken.jobs[0].batch)
             self._stepping = set()
+            self._about(now)  # forgets those that have gone, whoever asks for them or not
             self._owed_s = max(0.0, self._owed_s - seconds)
             return
         if about := self._about(now - seconds).items():  # they could not run meanwhile
