@@ -11,7 +11,7 @@ import torch
 from tests.tiny_gguf import processed
 from tests.tiny_models import ALL, num_layers, save_tiny
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5ForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from meshnet_core.errors import UnsupportedModelError
@@ -176,16 +176,16 @@ def test_a_family_that_looks_at_weights_itself_is_refused_when_it_is_loaded(
     for layers in (LayerRange(0, 2), LayerRange(2, 4)):
         with pytest.raises(UnsupportedModelError, match=r"mamba2 uses weights otherwise.*--quantize none"):
             load_shard(mamba, layers, dtype="bfloat16", device="cpu", quantize="int8")
-    llama, forward = save_tiny("llama", tmp_path / "llama", **WIDE), LlamaForCausalLM.forward
+    ernie, forward = save_tiny("ernie4_5", tmp_path / "ernie4_5", **WIDE), Ernie4_5ForCausalLM.forward
 
     def reads(self: Any, *given: Any, **more: Any) -> Any:
         assert self.lm_head.weight.dtype == torch.bfloat16
         return forward(self, *given, **more)
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", reads)
-    load_shard(llama, LayerRange(2, 4), dtype="bfloat16", device="cpu", quantize="none")
-    with pytest.raises(UnsupportedModelError, match=r"llama uses weights otherwise.*--quantize none"):
-        load_shard(llama, LayerRange(2, 4), dtype="bfloat16", device="cpu", quantize="int8")
+    monkeypatch.setattr(Ernie4_5ForCausalLM, "forward", reads)
+    load_shard(ernie, LayerRange(2, 4), dtype="bfloat16", device="cpu", quantize="none")
+    with pytest.raises(UnsupportedModelError, match=r"ernie4_5 uses weights otherwise.*--quantize none"):
+        load_shard(ernie, LayerRange(2, 4), dtype="bfloat16", device="cpu", quantize="int8")
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ is not to be had, all stays as it was.
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -24,7 +23,6 @@ LEAST_COVER = 0.9
 """Of a huge page that weights must fill: what else lies in it is held as well from then on, be it used or not."""
 
 _MADV_COLLAPSE = 25
-_LOG = logging.getLogger(__name__)
 
 
 def into_huge_pages(tensors: Iterable[torch.Tensor]) -> int:
@@ -38,14 +36,12 @@ def into_huge_pages(tensors: Iterable[torch.Tensor]) -> int:
     collapse = _collapse()
     if collapse is None:
         return 0
-    pages = covered_pages(map(_extent, tensors))
     done = 0
-    for page in pages:
+    for page in covered_pages(map(_extent, tensors)):
         if collapse(page * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, _MADV_COLLAPSE) == 0:
             done += 1
         elif done == 0:
             return 0  # not the first one: the kernel is older, or its memory too scattered; the others would not either
-    _LOG.debug("%d of %d huge pages hold weights", done, len(pages))
     return done
 
 
