@@ -1,4 +1,4 @@
-"""Packed weights give the bits that transformers' own modules give, and take the others' place."""
+"""Packed weights give what transformers' own modules give, and take the others' place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import nn
 
 from meshnet_node.packed_linear import PackedLinear, can_pack, pack_linears
 
-pytestmark = pytest.mark.skipif(not can_pack(), reason="this CPU's torch packs no bfloat16 weights")
+DTYPES = [
+    pytest.param(dtype, marks=pytest.mark.skipif(not can_pack(dtype), reason=f"this CPU's torch packs no {dtype}"))
+    for dtype in (torch.bfloat16, torch.float32)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -19,24 +22,28 @@ def _without_gradients() -> Iterator[None]:
         yield
 
 
-def linear(rows: int, columns: int, *, bias: bool = False) -> nn.Linear:
-    return nn.Linear(columns, rows, bias=bias, dtype=torch.bfloat16).requires_grad_(requires_grad=False)
+def linear(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, bias: bool = False) -> nn.Linear:
+    return nn.Linear(columns, rows, bias=bias, dtype=dtype).requires_grad_(requires_grad=False)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(300, 200), (129, 65), (64, 512)])
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 33, 256])
-def test_a_packed_product_is_close_to_the_plain_one(shape: tuple[int, int], count: int, bias: bool) -> None:
-    plain = linear(*shape, bias=bias)
+def test_a_packed_product_is_close_to_the_plain_one(
+    shape: tuple[int, int], count: int, bias: bool, dtype: torch.dtype
+) -> None:
+    plain = linear(*shape, dtype, bias=bias)
     packed = PackedLinear(plain.weight, plain.bias)
-    inputs = torch.randn(1, count, shape[1], dtype=torch.bfloat16)
+    inputs = torch.randn(1, count, shape[1], dtype=dtype)
     torch.testing.assert_close(packed(inputs), plain(inputs))
 
 
-def test_inputs_with_gaps_between_rows_are_read_right() -> None:
-    plain = linear(300, 200)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_with_gaps_between_rows_are_read_right(dtype: torch.dtype) -> None:
+    plain = linear(300, 200, dtype)
     packed = PackedLinear(plain.weight, None)
-    wide = torch.randn(1, 10, 400, dtype=torch.bfloat16)
+    wide = torch.randn(1, 10, 400, dtype=dtype)
     for inputs in (wide[:, :, :200], wide[:, -1:, :200], wide[:, ::3, 100:300]):
         torch.testing.assert_close(packed(inputs), plain(inputs))
 
@@ -47,16 +54,18 @@ class Tied(nn.Module):
         self.embedding = nn.Embedding(512, 64, dtype=torch.bfloat16)
         self.layers = nn.ModuleList([nn.Sequential(linear(256, 64), nn.SiLU(), linear(64, 256))])
         self.tiny = linear(4, 64)
-        self.wide = nn.Linear(256, 256, dtype=torch.float32)
+        self.wide = linear(256, 256, torch.float32)
+        self.sixteen = linear(256, 256, torch.float16)
         self.dt_proj = linear(256, 64)
         self.head = linear(512, 64)
         self.head.weight = self.embedding.weight
         self.requires_grad_(requires_grad=False)
 
 
-def test_large_bfloat16_products_are_packed_and_no_others() -> None:
+def test_large_products_are_packed_where_the_cpu_has_their_dtype_and_no_others() -> None:
     model = Tied()
     pack_linears(model, keep=frozenset({"dt_proj"}))
     packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-    assert packed == {"layers.0.0", "layers.0.2"}
+    sixteen = {"layers.0.0", "layers.0.2"} if can_pack(torch.bfloat16) else set()
+    assert packed == sixteen | ({"wide"} if can_pack(torch.float32) else set())
     assert model.head.weight is model.embedding.weight

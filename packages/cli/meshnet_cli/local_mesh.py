@@ -135,13 +135,14 @@ def shared_cores(nodes: int, threads: int) -> dict[str, str]:
 
     OpenMP's threads spin for a while after each operation, waiting for the next. With one node that is quick; with
     several on the same cores the idle ones spin on the cores that the working one needs, and to sleep at once costs a
-    wake-up for each of a step's hundreds of operations. Where the threads of all nodes are more than the cores, waiting
-    threads spin for a fraction of a millisecond: through a step, not beyond it (`benchmarks.wait_policy`).
+    wake-up for each of a step's hundreds of operations, which is dearest when nobody else keeps the cores awake: while
+    the others wait for a slow link, say. Where the threads of all nodes are more than the cores, waiting threads spin
+    for a millisecond or so: through a step, not far beyond it (`benchmarks.wait_policy`, `benchmarks/LOG.md`).
 
     GOMP_SPINCOUNT is for GNU's OpenMP, which torch brings on Linux; KMP_BLOCKTIME for LLVM's, on macOS.
     """
     if threads > 1 and nodes * threads > (os.cpu_count() or 1):
-        return {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
+        return {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "0"}
     return {}
 
 
