@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -10,6 +11,8 @@ import torch
 from meshnet_node.compiled_step import CompiledLayer, Library
 from meshnet_node.layer_sketch import LayerSketch
 from meshnet_node.step_export import TracedLayer
+
+_TRACING = threading.Lock()  # one layer is traced at a time, as in the compiler's own process: nodes here have threads
 
 
 def trace_layers(sketches: Sequence[LayerSketch], stopped: Callable[[], bool]) -> list[CompiledLayer]:
@@ -30,7 +33,12 @@ def spoilt_layers(by: float) -> Callable[[Sequence[LayerSketch], Callable[[], bo
 def _traced(sketch: LayerSketch) -> CompiledLayer:
     layer = TracedLayer(sketch)
     attention, beside = layer.attention, layer.beside
-    return CompiledLayer(sketch, lambda tensors: list(layer(*tensors)), attention, beside)
+
+    def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        with _TRACING:
+            return list(layer(*tensors))
+
+    return CompiledLayer(sketch, run, attention, beside)
 
 
 def _spoilt(library: Library, by: float) -> Library:

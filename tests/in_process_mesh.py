@@ -190,6 +190,7 @@ async def tiny_mesh(
     transport: RecordingTransport | None = None,
     text_files: Mapping[str, bytes] | None = None,
     measured: bool = False,
+    quantize: str = "auto",
 ) -> AsyncIterator[TinyMesh]:
     """One node for each of ``ranges`` (inclusive, as people type them), all of the model in ``folder``."""
     torch.set_num_threads(1)
@@ -197,7 +198,7 @@ async def tiny_mesh(
     mesh = TinyMesh(transport or RecordingTransport(), {}, time, measured=measured)
     for index, layers in enumerate(ranges):
         url = f"http://node-{index}"
-        add_node(mesh, folder, url, layers, limits, dtype, text_files=text_files)
+        add_node(mesh, folder, url, layers, limits, dtype, text_files=text_files, quantize=quantize)
     try:
         yield mesh
     finally:
@@ -214,9 +215,10 @@ def add_node(
     dtype: str = "float32",
     *,
     text_files: Mapping[str, bytes] | None = None,
+    quantize: str = "auto",
 ) -> HopService:
     """A node at ``url``; one that was there before is replaced, as by a restart."""
-    backend = load_shard(folder, LayerRange.parse(layers), dtype=dtype, device="cpu")
+    backend = load_shard(folder, LayerRange.parse(layers), dtype=dtype, device="cpu", quantize=quantize)
     mesh.backends.append(backend)
     shard = OfferedShard.held(LoadedShard(backend, MODEL, FINGERPRINT, max_positions=512))
     shard.text_files = text_files or {}
