@@ -66,7 +66,8 @@ def judge(whole: UnsplitModel, given: Sequence[Sequences]) -> Judgement:
     rows = [in_steps(whole, each).logits for each in given]
     own = [without_state(whole, each).logits[:COUNT] for each in given]
     logits, moved = torch.cat(rows), (torch.cat(rows) - torch.cat(own)).abs().amax(-1)
-    reach = min(2 * float(moved.quantile(0.95)), float(logits.std(dim=-1).mean()) / 4)
+    spread = float(logits.std(dim=-1).mean())
+    reach = min(max(2 * float(moved.quantile(0.95)), 8 * torch.finfo(torch.bfloat16).eps * spread), spread / 4)
     tokens = torch.tensor([token for each in given for token in each.answer])
     best, second = logits.topk(2).values.unbind(-1)
     below = best - logits.gather(1, tokens[:, None])[:, 0]
