@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshnet_node import huge_pages
 from meshnet_node.checkpoint_reader import own_pages
-from meshnet_node.huge_pages import HUGE_PAGE_BYTES, covered_pages, into_huge_pages
+from meshnet_node.huge_pages import HUGE_PAGE_BYTES, TRIES, covered_pages, into_huge_pages
 
 MIB = 1 << 20
 EXTENTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=12)
@@ -44,6 +45,21 @@ def test_tensors_in_huge_pages_hold_what_they_held() -> None:
         pytest.skip("this system has no huge pages, or none free")
     assert done >= 6  # of eight, the first and the last may be shared with others
     assert huge_kib(tensor) >= done * HUGE_PAGE_BYTES // 1024
+
+
+@pytest.mark.parametrize(("refused", "done", "asked"), [(1, 15, 16), (TRIES, 0, TRIES), (16, 0, TRIES)])
+def test_pages_at_the_edge_of_a_mapping_do_not_keep_the_others_small(
+    refused: int, done: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[int] = []
+
+    def collapse(address: int, size: int, advice: int) -> int:
+        pages.append(address // size)
+        return -1 if len(pages) <= refused else 0
+
+    monkeypatch.setattr(huge_pages, "_collapse", lambda: collapse)
+    monkeypatch.setattr(huge_pages, "covered_pages", lambda extents: list(range(16)))
+    assert (into_huge_pages([]), len(pages)) == (done, asked)
 
 
 def huge_kib(tensor: torch.Tensor) -> int:

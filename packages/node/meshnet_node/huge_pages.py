@@ -21,6 +21,9 @@ import torch
 HUGE_PAGE_BYTES = 2 << 20
 LEAST_COVER = 0.9
 """Of a huge page that weights must fill: what else lies in it is held as well from then on, be it used or not."""
+TRIES = 8
+"""Huge pages that fail before one succeeds, after which the rest are left alone: the system has none to give. One that
+lies in part in another mapping, or in none, fails on any system."""
 
 _MADV_COLLAPSE = 25
 
@@ -36,12 +39,14 @@ def into_huge_pages(tensors: Iterable[torch.Tensor]) -> int:
     collapse = _collapse()
     if collapse is None:
         return 0
-    done = 0
+    done = failed = 0
     for page in covered_pages(map(_extent, tensors)):
         if collapse(page * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, _MADV_COLLAPSE) == 0:
             done += 1
-        elif done == 0:
-            return 0  # not the first one: the kernel is older, or its memory too scattered; the others would not either
+        else:
+            failed += 1
+            if failed == TRIES and not done:
+                return 0  # the kernel is older, or its memory too scattered
     return done
 
 
