@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ from meshnet_cli.node_shards import ShardChoice, WeightsWanted, load_pool
 from meshnet_core.errors import HopFailedError, UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
 from meshnet_node import step_warm_up
-from meshnet_node.compiled_step import CompiledLayer
+from meshnet_node.compiled_step import CompiledLayer, CompiledStep
 from meshnet_node.layer_sketch import LayerSketch
-from meshnet_node.layer_slicing import ForwardCancelledError
+from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.split import parse_splits
@@ -171,6 +172,21 @@ def test_verify_finds_what_the_comparison_of_a_shard_passed(models: Models, monk
         compile_layers=spoilt_layers(1.5),
     )
     assert Check.SPLIT in {result.check for result in verification.differing}
+
+
+def test_the_step_that_is_compared_is_put_together_while_no_frame_runs(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = shard_of(models, "llama")
+    attended: list[str | None] = []
+
+    def look(view: LayerView, *arguments: Any) -> CompiledStep:
+        attended.append(view.config._attn_implementation if shard.its_turn().locked() else None)
+        return CompiledStep(view, *arguments)
+
+    monkeypatch.setattr("meshnet_node.step_comparison.CompiledStep", look)
+    assert warmed(shard).state is StepState.READY
+    assert attended == ["sdpa"]  # steps of several sessions would find another name there
 
 
 def test_a_step_that_is_no_quicker_is_not_used(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,8 @@ def compare_steps(
         StoppedError: ``stopped`` said so.
     """
     view = shard.whole_view()
-    step = CompiledStep(view, layers, view.look_at_cancel)
+    with shard.its_turn():  # steps of several sessions attend in another way while they run
+        step = CompiledStep(view, layers, view.look_at_cancel)
     plain: list[torch.Tensor] = []
     compiled: list[torch.Tensor] = []
     together: list[torch.Tensor] = []
