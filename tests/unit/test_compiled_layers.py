@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from in_process_mesh import random_prompt
 from meshnet_core.errors import HopFailedError
 from meshnet_core.layer_range import LayerRange
-from meshnet_node import packed_linear, step_compiler
+from meshnet_node import packed_linear, step_child, step_compiler
 from meshnet_node.layer_sketch import LayerSketch
 from meshnet_node.layer_sketches import sketch_layers
 from meshnet_node.model_backend import TorchModelShard
@@ -88,6 +89,29 @@ def test_a_child_that_nobody_wants_any_more_is_ended(models: Models) -> None:
     with pytest.raises(StoppedError):
         compile_in_child(sketches_of(shard_of(models, "llama")), lambda: True)
     assert not list(folder().glob("*"))
+
+
+def test_a_file_where_the_node_was_started_is_not_taken_for_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    step_compiler._run_child([], lambda: False)
+
+
+def test_a_child_whose_node_is_gone_leaves_nothing_of_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    for name in ("meshnet-compile-1", "of-somebody-else"):
+        work = tmp_path / name
+        work.mkdir()
+        (work / "sketches").touch()
+        lifeline, node = os.pipe()
+        os.close(node)
+        step_child._end_with_parent(work, lifeline)
+        os.close(lifeline)
+    assert codes == [1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["of-somebody-else"]
 
 
 def test_a_child_that_fails_is_told_with_its_error(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ a reason why a layer cannot be compiled goes into the file TOLD.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 from contextlib import suppress
@@ -18,14 +19,14 @@ from meshnet_core.errors import UnsupportedModelError
 from meshnet_node import step_export
 from meshnet_node.atomic_file import renamed_when_done
 from meshnet_node.layer_sketch import LayerSketch
-from meshnet_node.step_compiler import about_text
+from meshnet_node.step_compiler import JOB_PREFIX, about_text
 
 NICENESS = 10  # a tenth of a frame's share of a core; at 19 it would not come to an end on a machine that is busy
 
 
 def main(asked: Path, told: Path) -> int:
     """Compile what is asked for; the exit code."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(asked.parent,), daemon=True).start()
     with suppress(OSError, AttributeError):
         os.nice(NICENESS)
     torch.set_num_threads(1)
@@ -50,9 +51,11 @@ def _compile(sketch: LayerSketch, package: Path, work: Path) -> None:
     made.unlink()
 
 
-def _end_with_parent() -> None:
-    while os.read(0, 1):  # not through sys.stdin, whose lock Python wants at its end
+def _end_with_parent(work: Path, lifeline: int = 0) -> None:
+    while os.read(lifeline, 1):  # not through sys.stdin, whose lock Python wants at its end
         pass
+    if work.name.startswith(JOB_PREFIX):  # nobody else is left to remove it
+        shutil.rmtree(work, ignore_errors=True)
     os._exit(1)
 
 

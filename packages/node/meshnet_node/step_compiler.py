@@ -35,6 +35,7 @@ Compile = Callable[[Sequence[LayerSketch], Callable[[], bool]], list[CompiledLay
 """From sketches to compiled layers; raises as :func:`compile_in_child` does. Asks often whether to stop."""
 
 FORMAT = 1  # of what is kept: raise it when layers are compiled in another way
+JOB_PREFIX = "meshnet-compile-"  # of the folder that a child works in
 _POLL_S = 0.1
 _one_at_a_time = threading.Lock()  # several shards of a node warm up one after the other
 
@@ -95,7 +96,7 @@ def _processor(device: torch.device) -> str:
 def _run_child(missing: Sequence[tuple[LayerSketch, Path]], stopped: Callable[[], bool]) -> None:
     with writing_to_cache():
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        job = tempfile.mkdtemp(prefix="meshnet-compile-")
+        job = tempfile.mkdtemp(prefix=JOB_PREFIX)
     try:
         asked, told = Path(job) / "sketches", Path(job) / "told"
         torch.save([(sketch, str(package)) for sketch, package in missing], asked)
@@ -109,7 +110,8 @@ def _run_child(missing: Sequence[tuple[LayerSketch, Path]], stopped: Callable[[]
         with (
             said.open("wb") as errors,
             subprocess.Popen(  # noqa: S603 - this Python and a module of ours
-                [sys.executable, "-m", "meshnet_node.step_child", str(asked), str(told)],
+                # -P: a file called torch.py where the node happens to be started is not the torch that is meant
+                [sys.executable, "-P", "-m", "meshnet_node.step_child", str(asked), str(told)],
                 stdin=subprocess.PIPE,  # its lifeline: it ends when this process does
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
