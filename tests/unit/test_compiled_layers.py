@@ -17,12 +17,13 @@ from meshnet_node.layer_sketch import LayerSketch
 from meshnet_node.layer_sketches import sketch_layers
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.packed_linear import PackedLinear, can_pack
+from meshnet_node.quantised_layers import QuantisedLinear
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.step_compiler import compile_in_child, folder
 from meshnet_node.step_frames import StoppedError
 from meshnet_node.step_warm_up import StepState, StepWarmUp
 from shard_routes import Models, Route
-from tiny_models import num_layers
+from tiny_models import num_layers, save_tiny
 
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 
@@ -79,6 +80,19 @@ def test_packed_weights_are_called_from_compiled_layers_and_kept_libraries_are_l
     second = StepWarmUp(again, is_worth=lambda found: True, sleep=lambda seconds: None)
     second.run()
     assert second.status.state is StepState.READY, second.status.detail
+
+
+@pytest.mark.long
+@NEEDS_COMPILER
+def test_weights_of_four_bits_are_called_from_compiled_layers(tmp_path: Path) -> None:
+    wide = save_tiny("llama", tmp_path / "llama", hidden_size=64, head_dim=16, intermediate_size=96)
+    shard = load_shard(wide, LayerRange(0, num_layers("llama")), dtype="bfloat16", device="cpu", quantize="int4")
+    assert any(isinstance(module, QuantisedLinear) for _, module in shard.named_modules())
+    plain = logits_of(shard)
+    first = StepWarmUp(shard, is_worth=lambda found: True, sleep=lambda seconds: None)
+    first.run()
+    assert first.status.state is StepState.READY, first.status.detail
+    torch.testing.assert_close(logits_of(shard), plain, rtol=0.1, atol=0.1)
 
 
 def sketches_of(shard: TorchModelShard) -> list[LayerSketch]:
