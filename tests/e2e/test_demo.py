@@ -39,7 +39,8 @@ def test_it_answers_and_tells_what_happened(tmp_path: Path) -> None:
     shown = result.stdout
     answer = shown.partition("> What is the Moon?")[2].partition("What happened")[0]
     assert "Earth" in answer
-    assert re.search(r"answer +\d+ tokens, ended by the model", shown)
+    # Below float32 rounding depends on which steps carried drafts, and with it where a small model finds an end.
+    assert re.search(r"answer +\d+ tokens, (ended by the model|cut at the limit of tokens)", shown)
     assert re.search(r"first token +after [\d.]+ s", shown)
     assert re.search(r"[\d.]+ tokens/s over the first 50, [\d.]+ over the last 50", shown)
     assert re.search(r"bytes per step +4 into node-1, (1,152|2,304) into node-2", shown)
