@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from benchmarks.figures import TokenTimes
+from benchmarks.process_end import wait_or_kill
 from benchmarks.systems import Run
 
 START_TIMEOUT_S = 300.0
-GRACE_S = 10.0
 _LINE_BYTES = 2**22  # a reply holds two numbers for each token
 
 
@@ -84,9 +84,4 @@ async def line_worker(name: str, module: str, arguments: Sequence[str], threads:
     finally:
         if process.stdin is not None:
             process.stdin.close()  # it reads lines until there are no more
-        try:
-            async with asyncio.timeout(GRACE_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await wait_or_kill(process)

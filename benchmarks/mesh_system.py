@@ -21,6 +21,7 @@ from benchmarks.figures import TokenTimes
 from benchmarks.memory import own_peak_rss
 from benchmarks.mesh_processes import MeshProcesses
 from benchmarks.systems import Run
+from benchmarks.timed_answer import timed_answer
 from meshnet_core.clock import SystemClock
 from meshnet_core.frames import Frame, FrameReply, Phase
 from meshnet_core.http_transport import HttpTransport
@@ -154,19 +155,7 @@ class MeshSystem:
             prefix=prefix,
             speculate=speculate,
         )
-        times: list[float] = []
-        tokens: list[int] = []
-        began = time.perf_counter()
-        generation = self._engine.start(request)
-        try:
-            async with aclosing(aiter(generation)) as events:
-                async for event in events:
-                    if isinstance(event, SampledToken):
-                        times.append(time.perf_counter() - began)
-                        tokens.append(event.id)
-            report: dict[str, Any] = generation.report()
-        finally:
-            await generation.aclose()
+        times, tokens, report = await timed_answer(self._engine, request)
         if len(tokens) != new_tokens or report["epochs"] != 1:
             raise RuntimeError(f"the mesh gave {len(tokens)} tokens instead of {new_tokens}: {report['recoveries']}")
         return times, tokens, report

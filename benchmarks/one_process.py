@@ -11,8 +11,7 @@ import argparse
 import asyncio
 import json
 import sys
-import time
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,10 @@ def one_process_system(
 async def serve(arguments: argparse.Namespace, replies: Any) -> None:
     """Answer prompts until there are no more."""
     from benchmarks.in_process import MODEL, in_process_mesh  # noqa: PLC0415  brings torch: only that process needs it
+    from benchmarks.timed_answer import timed_answer  # noqa: PLC0415
     from meshnet_core.clock import SystemClock  # noqa: PLC0415
     from meshnet_core.layer_range import LayerRange  # noqa: PLC0415
-    from meshnet_core.sampling import SampledToken, SamplingParams  # noqa: PLC0415
+    from meshnet_core.sampling import SamplingParams  # noqa: PLC0415
     from meshnet_gateway.generation import GenerationEngine, GenerationRequest  # noqa: PLC0415
 
     mesh = in_process_mesh(
@@ -53,18 +53,7 @@ async def serve(arguments: argparse.Namespace, replies: Any) -> None:
         while line := await asyncio.to_thread(sys.stdin.readline):
             asked = json.loads(line)
             request = GenerationRequest(MODEL, tuple(asked["prompt"]), asked["new_tokens"], SamplingParams())
-            times: list[float] = []
-            tokens: list[int] = []
-            began = time.perf_counter()
-            generation = engine.start(request)
-            try:
-                async with aclosing(aiter(generation)) as events:
-                    async for event in events:
-                        if isinstance(event, SampledToken):
-                            times.append(time.perf_counter() - began)
-                            tokens.append(event.id)
-            finally:
-                await generation.aclose()
+            times, tokens, _ = await timed_answer(engine, request)
             reply = {"times": times, "tokens": tokens, "peak_rss": own_peak_rss()}
             print(json.dumps(reply), file=replies, flush=True)
 

@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.process_end import wait_or_kill
+
 START_TIMEOUT_S = 120.0
-GRACE_S = 10.0
 _POLL_S = 0.1
 _LAST_LINES = 12
 
@@ -51,12 +52,7 @@ async def peer_process(
 async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.terminate()
-    try:
-        async with asyncio.timeout(GRACE_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    await wait_or_kill(process)
 
 
 async def until(processes: Sequence[PeerProcess], ready: Callable[[], Awaitable[bool]]) -> None:

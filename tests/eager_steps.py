@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from meshnet_node.compiled_step import CompiledLayer, Library
+from meshnet_node.compiled_step import CompiledLayer, LayerFunction
 from meshnet_node.layer_sketch import LayerSketch
 from meshnet_node.step_export import TracedLayer
 
@@ -25,7 +25,7 @@ def spoilt_layers(by: float) -> Callable[[Sequence[LayerSketch], Callable[[], bo
     """Likewise, with hidden states that are `by` times too long, as a wrong compiler would have it."""
 
     def compile_layers(sketches: Sequence[LayerSketch], stopped: Callable[[], bool]) -> list[CompiledLayer]:
-        return [replace(layer, library=_spoilt(layer.library, by)) for layer in trace_layers(sketches, stopped)]
+        return [replace(layer, function=_spoilt(layer.function, by)) for layer in trace_layers(sketches, stopped)]
 
     return compile_layers
 
@@ -41,9 +41,9 @@ def _traced(sketch: LayerSketch) -> CompiledLayer:
     return CompiledLayer(sketch, run, attention, beside)
 
 
-def _spoilt(library: Library, by: float) -> Library:
+def _spoilt(function: LayerFunction, by: float) -> LayerFunction:
     def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        hidden, *states = library(tensors)
+        hidden, *states = function(tensors)
         return [hidden * by, *states]
 
     return run

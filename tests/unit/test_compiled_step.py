@@ -72,9 +72,9 @@ def counted(compile_layers: Compile = trace_layers) -> tuple[Compile, list[int]]
         def counting(layer: CompiledLayer) -> CompiledLayer:
             def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
                 runs.append(1)
-                return layer.library(tensors)
+                return layer.function(tensors)
 
-            return replace(layer, library=run)
+            return replace(layer, function=run)
 
         return [counting(layer) for layer in compile_layers(sketches, stopped)]
 
@@ -292,9 +292,9 @@ def test_a_step_that_fails_in_a_frame_is_not_used_again(models: Models, caplog: 
             def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
                 if broken:
                     raise RuntimeError("the library broke")
-                return layer.library(tensors)
+                return layer.function(tensors)
 
-            return replace(layer, library=run)
+            return replace(layer, function=run)
 
         return [breaking(layer) for layer in trace_layers(sketches, stopped)]
 

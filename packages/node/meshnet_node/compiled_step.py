@@ -25,7 +25,7 @@ from meshnet_node.layer_slicing import LayerView
 from meshnet_node.layer_tree import InPlaceOf, LayerTree, cache_in
 from meshnet_node.step_ops import Attend, running
 
-Library = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+LayerFunction = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """A compiled layer: weights, inputs and states to hidden states and new states."""
 
 
@@ -35,14 +35,14 @@ class CompiledLayer:
 
     Attributes:
         sketch: of the kind.
-        library: runs it.
+        function: runs it.
         attention: the module that attends, and its options (:func:`~meshnet_node.step_export.compile_layer`); None
             where none does.
         beside: how many Nones it gives in a tuple behind the hidden states; None if it gives no tuple.
     """
 
     sketch: LayerSketch
-    library: Library
+    function: LayerFunction
     attention: dict[str, Any] | None
     beside: int | None = None
 
@@ -87,7 +87,7 @@ class _StepLayer(InPlaceOf):
         self._form = sketch.call
         self._places = sketch.places
         self._beside = compiled.beside
-        self._library = compiled.library
+        self._function = compiled.function
         self._weights = weights_of(layer, sketch)
         # In a tuple: they are no children, the view's own layer has them.
         self._called = tuple(layer.get_submodule(name) for name in sketch.called)
@@ -112,7 +112,7 @@ class _StepLayer(InPlaceOf):
         states = states_of(slot, self._places)
         attend = None if self._attention is None else self._attention(slot)
         with running(self._called, attend):
-            hidden, *after = self._library([*self._weights, *call.tensors, *states])
+            hidden, *after = self._function([*self._weights, *call.tensors, *states])
         for (name, at), state in zip(self._places, after, strict=True):
             getattr(slot, name)[at] = state
         return hidden if self._beside is None else (hidden, *[None] * self._beside)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.library import Library, register_fake
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From query ``[batch, heads, 1, width]``, new keys and values ``[batch, key_heads, 1, ...]`` to ``[batch, 1, heads,
@@ -26,9 +27,9 @@ value_width]``."""
 AS_GIVEN = 0
 """As ``width``: what the module gives is as wide as its first input."""
 
-_LIBRARY: Any = torch.library.Library("meshnet", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define("step_call(Tensor[] inputs, int index, int width) -> Tensor")
-_LIBRARY.define("step_attention(Tensor query, Tensor key, Tensor value) -> Tensor")
+_OPERATORS: Any = Library("meshnet", "DEF")  # type: ignore[no-untyped-call]
+_OPERATORS.define("step_call(Tensor[] inputs, int index, int width) -> Tensor")
+_OPERATORS.define("step_attention(Tensor query, Tensor key, Tensor value) -> Tensor")
 
 
 class _Running(threading.local):
@@ -74,7 +75,7 @@ def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 # On every device alike; compiled code passes dense tensors and takes the results as the shapes below have them.
-_LIBRARY.impl("step_call", _call, "CompositeExplicitAutograd")
-_LIBRARY.impl("step_attention", _attention, "CompositeExplicitAutograd")
-torch.library.register_fake("meshnet::step_call", _call_shape, lib=_LIBRARY)
-torch.library.register_fake("meshnet::step_attention", _attention_shape, lib=_LIBRARY)
+_OPERATORS.impl("step_call", _call, "CompositeExplicitAutograd")
+_OPERATORS.impl("step_attention", _attention, "CompositeExplicitAutograd")
+register_fake("meshnet::step_call", _call_shape, lib=_OPERATORS)
+register_fake("meshnet::step_attention", _attention_shape, lib=_OPERATORS)
