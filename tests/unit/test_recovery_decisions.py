@@ -24,6 +24,7 @@ from meshnet_core.frames import Frame
 from meshnet_gateway.blame import BACKOFF_S, MAX_BACKOFF_S, MAX_NODES, REMEMBERED_S, BlameMemory
 from meshnet_gateway.epoch_frames import EpochFrames
 from meshnet_gateway.recovery import (
+    BAD_FRAMES_BEFORE_FAIL,
     BUSY_RETRIES,
     MAX_ATTEMPTS,
     MAX_RETRIES,
@@ -99,8 +100,11 @@ def test_what_follows_a_failure_of_node_b(failure: MeshnetError, history: Histor
 def test_a_bad_frame_that_was_not_cut_on_its_way_fails() -> None:
     failure = BadFrameError("no")
     assert next_action(failure, "b", History()) == Retry()
-    assert next_action(failure, "b", History(retries=MAX_RETRIES)) == RePrefill()
-    assert next_action(failure, "b", History(retries=MAX_RETRIES, failures=(failure,))) == Fail(failure)
+    for before in range(BAD_FRAMES_BEFORE_FAIL):
+        assert next_action(failure, "b", History(retries=MAX_RETRIES, failures=(failure,) * before)) == RePrefill()
+    assert next_action(failure, "b", History(failures=(failure,) * BAD_FRAMES_BEFORE_FAIL)) == Retry()
+    last = History(retries=MAX_RETRIES, failures=(failure, GONE) * BAD_FRAMES_BEFORE_FAIL)
+    assert next_action(failure, "b", last) == Fail(failure)
 
 
 def test_without_anybody_to_ask_nobody_is_probed() -> None:

@@ -18,7 +18,7 @@ no route, once others were blamed    wait, with the blamed let in again, for  fa
                                      as long as a step may take
   before the session was ever open   the same, but only while there is        fail, as for a request that comes now
                                      somebody blamed to let in again
-bad frame (cut on its way?)          retry           re-prefill               fail
+bad frame (cut on its way?)          retry           re-prefill, 3 times      fail
 too large, ...                       fail: the same would happen again
 
 A probe tells *queued* from *hung*: a hop that answers it and has frames to run is busy, and leaving it would only move
@@ -53,6 +53,7 @@ MAX_ATTEMPTS = 12  # failures in a row without a token between them, those of wa
 MAX_RETRIES = 2  # of one frame: a route has more than one connection that can break
 BUSY_RETRIES = 1  # of one frame more, where the hop to blame says that it is busy
 MISSES_BEFORE_STATELESS = 3
+BAD_FRAMES_BEFORE_FAIL = 3  # re-prefills: where one frame in many is cut, a prompt of many chunks may meet it twice
 STATELESS_TOKENS = 32  # before a cache is tried again; twice as many each time that it was in vain
 BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0
@@ -188,10 +189,10 @@ def next_action(  # noqa: C901, PLR0911 - one return a row
             return _again(failure, node_id, history) or _without_who_is_at_fault(node_id, history, reroute, reporter)
         case BadFrameError() if history.retries < MAX_RETRIES:
             return Retry()
-        case BadFrameError() | HopFailedError():
-            if not any(isinstance(past, type(failure)) for past in history.failures):
-                return RePrefill()
-            return reroute if isinstance(failure, HopFailedError) else Fail(failure)
+        case BadFrameError():
+            return RePrefill() if _times(BadFrameError, history) < BAD_FRAMES_BEFORE_FAIL else Fail(failure)
+        case HopFailedError():
+            return reroute if _times(HopFailedError, history) else RePrefill()
         case NoRoomError():
             return Fail(failure)
         case CacheFullError(never=True):
@@ -210,10 +211,14 @@ def next_action(  # noqa: C901, PLR0911 - one return a row
 
 
 def _after_miss(failure: CacheMissError, history: History) -> Action:
-    misses = sum(isinstance(past, CacheMissError) for past in history.failures) + 1
+    misses = _times(CacheMissError, history) + 1
     if misses <= MISSES_BEFORE_STATELESS:
         return RePrefill()
     return Fail(failure) if history.stateless and misses > 2 * MISSES_BEFORE_STATELESS else Stateless()
+
+
+def _times(kind: type[MeshnetError], history: History) -> int:
+    return sum(isinstance(past, kind) for past in history.failures)
 
 
 def _again(failure: HopUnreachableError | DeadlineError, node_id: str | None, history: History) -> Retry | Probe | None:
