@@ -3,9 +3,9 @@
 torch's kernel for the CPU multiplies one row in a slower way than several, and one row is what it gets where each head
 asks alone. Here the heads that share keys and values ask together, as rows of one product: a tenth of the time for a
 newest position on Qwen2.5's and Llama's shapes, with the same sums. For several positions behind others it saves the
-copies of all keys and values, one for each head, which transformers makes where there is a mask. Every other case goes
-to transformers' own function. It knows no families, and is registered under a name of its own, so that models which
-transformers runs stay as they are.
+copies of all keys and values, one for each head, which transformers makes where there is a mask. Chunks in bfloat16 go
+to :mod:`meshnet_node.chunk_attention` where that is quicker, and every other case to transformers' own function. It
+knows no families, and is registered under a name of its own, so that models which transformers runs stay as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from meshnet_node import chunk_attention
+from meshnet_node.device_choice import cpu_has_bfloat16
 
 STEP_ATTENTION = "meshnet_step_sdpa"
 """What a config calls :func:`attend`."""
@@ -54,6 +57,9 @@ def attend(
     batch, heads, count, width = query.shape
     sharing = heads // key.shape[1]
     plain = not any(option is not None for option in map(options.get, _REFUSED))
+    if plain and count > 1 and _goes_by_products(module, query, key, attention_mask, dropout, options):
+        scaling = width**-0.5 if scaling is None else scaling
+        return chunk_attention.attend_chunk(query, key, value, attention_mask, scaling), None
     together = attention_mask is None if count == 1 else _is_shared(attention_mask, sharing)
     if not (plain and together):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
@@ -67,6 +73,20 @@ def attend(
     )
     found = found[:, :, : sharing * count].reshape(batch, heads, count, value.shape[-1])
     return found.transpose(1, 2).contiguous(), None
+
+
+def _goes_by_products(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    options: dict[str, Any],
+) -> bool:
+    """Whether a chunk is for :mod:`meshnet_node.chunk_attention`: by its form, and on this CPU."""
+    is_causal = options.get("is_causal")
+    sees_no_later = mask is not None or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    return bool(sees_no_later) and not dropout and cpu_has_bfloat16() and chunk_attention.suits(query, key, mask)
 
 
 def _is_shared(mask: torch.Tensor | None, sharing: int) -> bool:
