@@ -79,7 +79,6 @@ class _Scores:
         self.groups = max(1, min(groups, _GROUPED // each))
         self._room = like.new_empty(2, self.groups * each)
         self._nothing = like.new_zeros(())
-        self._hidden = torch.finfo(like.dtype).min
 
     def attend(
         self,
@@ -101,19 +100,21 @@ class _Scores:
             out: ``[count, groups, sharing, value_width]``.
         """
         groups, sharing, count, _ = query.shape
+        hidden = torch.finfo(query.dtype).min  # to which a score adds nothing that its dtype could tell
         before = key.shape[2] - count
-        closed = before if bool(seen[:, :before].all()) else 0  # the first position that is hidden from any
+        open_to_all = before > 0 and bool(seen[:, :before].view(torch.uint8).min())  # a seventh of the time of all()
+        closed = before if open_to_all else 0  # the first position that is hidden from any
         for start in range(0, count, self.queries):
             stop = min(count, start + self.queries)
             reach = key.shape[2] if bool(seen[start:stop, before + stop :].any()) else before + stop
-            hide = ~seen[start:stop, closed:reach]
+            hiding = query.new_zeros(stop - start, reach - closed).masked_fill_(~seen[start:stop, closed:reach], hidden)
             rows = query[:, :, start:stop].reshape(groups, sharing * (stop - start), -1)
             for first in range(0, groups, self.groups):
                 these = slice(first, min(groups, first + self.groups))
                 shape = these.stop - first, rows.shape[1], reach
                 scores, weights = self._room[:, : shape[0] * shape[1] * reach].view(2, *shape)
                 torch.baddbmm(self._nothing, rows[these], key[these, :, :reach], beta=0, alpha=scaling, out=scores)
-                scores.view(shape[0], sharing, -1, reach)[..., closed:].masked_fill_(hide, self._hidden)
+                scores.view(shape[0], sharing, -1, reach)[..., closed:].add_(hiding)
                 torch.softmax(scores, -1, out=weights)
                 found = torch.bmm(weights, value[these, :reach]).view(shape[0], sharing, stop - start, -1)
                 out[start:stop, these].copy_(found.permute(2, 0, 1, 3))
