@@ -44,8 +44,8 @@ class NodeOptions:
     wait_policy: str = "meshnet"
     quantize: str = "none"
 
-    def environment(self, nodes: int) -> dict[str, str]:
-        """What is set for each of ``nodes`` nodes.
+    def environment(self, nodes: int, index: int) -> dict[str, str]:
+        """What is set for node ``index``, from 0, of ``nodes``.
 
         Raises:
             ValueError: an unknown wait policy.
@@ -54,7 +54,7 @@ class NodeOptions:
         if name == "meshnet":
             from meshnet_cli.local_mesh import shared_cores  # noqa: PLC0415  brings the API's libraries, not always there
 
-            return shared_cores(nodes, self.threads)
+            return shared_cores(nodes, self.threads, index)
         if name == "spin" and count.isdigit():
             return {"GOMP_SPINCOUNT": count}
         if name not in WAIT_POLICIES:
@@ -108,7 +108,6 @@ def mesh_processes(
         CommandFailedError: a process ended or was not ready in time; it quotes the process's last lines.
     """
     folder = Path(tempfile.mkdtemp(prefix="meshnet-bench-"))
-    environment = options.environment(len(splits))
     try:
         with Children(folder) as children:
             tracker = children.start("tracker", ["tracker", "--port", "0", "--insecure"])
@@ -130,7 +129,7 @@ def mesh_processes(
                     str(options.threads),
                 ]
                 arguments += of_node[index] if index < len(of_node) else ()
-                nodes.append(children.start(name, arguments, environment))
+                nodes.append(children.start(name, arguments, options.environment(len(splits), index)))
             started = children.start("gateway", ["gateway", *at_tracker, "--port", "0"]) if gateway else None
             children.wait_ready(*nodes, timeout_s=NODE_TIMEOUT_S)
             if started is not None:

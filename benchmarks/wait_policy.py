@@ -43,7 +43,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         systems: dict[str, System] = {GENERATE: await running.enter_async_context(generate)}
         for policy in arguments.policies.split(","):
             options = NodeOptions(arguments.dtype, threads, wait_policy=policy)
-            console.print(f"starting two nodes: {policy} {options.environment(len(model.splits))}", style="dim")
+            console.print(f"starting two nodes: {policy} {options.environment(len(model.splits), 0)}", style="dim")
             mesh = running.enter_context(mesh_processes(prepared.model, model.splits, options))
             systems[policy] = await running.enter_async_context(mesh_system(policy, prepared.name, mesh))
         for system in systems.values():
@@ -118,7 +118,7 @@ def main() -> None:
         parser.error("--new-tokens is at least 2, --repeats and --threads are at least 1")
     try:
         for policy in arguments.policies.split(","):
-            NodeOptions(arguments.dtype, arguments.threads, wait_policy=policy).environment(2)
+            NodeOptions(arguments.dtype, arguments.threads, wait_policy=policy).environment(2, 0)
     except ValueError as error:
         parser.error(str(error))
     console = begin()

@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -91,7 +92,9 @@ class LocalMesh:
         for index, layers in enumerate(plan.splits, start=1):
             arguments = ["node", plan.model, "--layers", str(layers), *at_tracker, "--port", "0", "--insecure"]
             arguments += ["--name", f"node-{index}", "--threads", str(plan.threads), *plan.node_options]
-            self.nodes.append(children.start(f"node-{index}", arguments, shared_cores(len(plan.splits), plan.threads)))
+            self.nodes.append(
+                children.start(f"node-{index}", arguments, shared_cores(len(plan.splits), plan.threads, index - 1))
+            )
         children.wait_ready(gateway, timeout_s=START_TIMEOUT_S)
         self.api_url = str(gateway.url)
         children.wait_ready(*self.nodes)
@@ -130,8 +133,8 @@ def _show_nothing(name: str, line: str) -> None:
     """Once all is ready, what children write is in their logs alone."""
 
 
-def shared_cores(nodes: int, threads: int) -> dict[str, str]:
-    """Environment of a node that shares its cores with others.
+def shared_cores(nodes: int, threads: int, index: int) -> dict[str, str]:
+    """Environment of node ``index``, from 0, of ``nodes`` that share this machine's cores.
 
     OpenMP's threads spin for a while after each operation, waiting for the next. With one node that is quick; with
     several on the same cores the idle ones spin on the cores that the working one needs, and to sleep at once costs a
@@ -139,11 +142,21 @@ def shared_cores(nodes: int, threads: int) -> dict[str, str]:
     the others wait for a slow link, say. Where the threads of all nodes are more than the cores, waiting threads spin
     for a millisecond or so: through a step, not far beyond it (`benchmarks.wait_policy`, `benchmarks/LOG.md`).
 
-    GOMP_SPINCOUNT is for GNU's OpenMP, which torch brings on Linux; KMP_BLOCKTIME for LLVM's, on macOS.
+    They have cores of their own there, too, the nodes in turn. The threads of a step wait for each other hundreds of
+    times; where the system may move them, it puts two of one step on one core now and then, while the other core has a
+    thread of another node that only spins.
+
+    GOMP_SPINCOUNT is for GNU's OpenMP, which torch brings on Linux; KMP_BLOCKTIME for LLVM's, on macOS, which has no
+    way to choose cores.
     """
-    if threads > 1 and nodes * threads > (os.cpu_count() or 1):
-        return {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "0"}
-    return {}
+    if threads == 1 or nodes * threads <= (os.cpu_count() or 1):
+        return {}
+    waiting = {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "0"}
+    if sys.platform != "linux":
+        return waiting
+    cores = sorted(os.sched_getaffinity(0))
+    first = index * threads % len(cores)
+    return waiting | {"GOMP_CPU_AFFINITY": " ".join(map(str, cores[first:] + cores[:first]))}
 
 
 def ask(api_url: str, path: str) -> dict[str, Any]:
