@@ -31,10 +31,10 @@ def test_nodes_that_share_cores_take_them_in_turn() -> None:
 
 @pytest.mark.usefixtures("eight")
 def test_their_threads_spin_for_a_while() -> None:
-    assert shared_cores(2, 5, 1)["GOMP_SPINCOUNT"] == "60000"
+    assert shared_cores(2, 5, 1)["GOMP_SPINCOUNT"] == "10000"
 
 
 @pytest.mark.usefixtures("eight")
 def test_where_cores_cannot_be_chosen_nothing_is_said_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    assert shared_cores(2, 5, 1) == {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "0"}
+    assert shared_cores(2, 5, 1) == {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}

@@ -140,7 +140,7 @@ def shared_cores(nodes: int, threads: int, index: int) -> dict[str, str]:
     several on the same cores the idle ones spin on the cores that the working one needs, and to sleep at once costs a
     wake-up for each of a step's hundreds of operations, which is dearest when nobody else keeps the cores awake: while
     the others wait for a slow link, say. Where the threads of all nodes are more than the cores, waiting threads spin
-    for a millisecond or so: through a step, not far beyond it (`benchmarks.wait_policy`, `benchmarks/LOG.md`).
+    for some tenths of a millisecond: through a step, not far beyond it (`benchmarks.wait_policy`, `benchmarks/LOG.md`).
 
     They have cores of their own there, too, the nodes in turn. The threads of a step wait for each other hundreds of
     times; where the system may move them, it puts two of one step on one core now and then, while the other core has a
@@ -151,7 +151,7 @@ def shared_cores(nodes: int, threads: int, index: int) -> dict[str, str]:
     """
     if threads == 1 or nodes * threads <= (os.cpu_count() or 1):
         return {}
-    waiting = {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "0"}
+    waiting = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
     if sys.platform != "linux":
         return waiting
     cores = sorted(os.sched_getaffinity(0))
