@@ -33,8 +33,8 @@ class NodeOptions:
 
     Attributes:
         devices: torch's name for each node's device; one for all, or one for each.
-        wait_policy: ``meshnet`` for what `meshnet up` sets, a key of `WAIT_POLICIES`, or ``spin:N`` for libgomp's
-            ``GOMP_SPINCOUNT``.
+        wait_policy: ``meshnet`` for what `meshnet up` sets, ``pinned:N`` for that with another ``GOMP_SPINCOUNT`` of
+            libgomp's, ``spin:N`` for such a one alone, or a key of `WAIT_POLICIES`.
         quantize: as for `meshnet node`; ``none`` holds weights in ``dtype`` where the file has them packed.
     """
 
@@ -51,14 +51,14 @@ class NodeOptions:
             ValueError: an unknown wait policy.
         """
         name, _, count = self.wait_policy.partition(":")
-        if name == "meshnet":
+        if name == "meshnet" or (name == "pinned" and count.isdigit()):
             from meshnet_cli.local_mesh import shared_cores  # noqa: PLC0415  brings the API's libraries, not always there
 
-            return shared_cores(nodes, self.threads, index)
+            return shared_cores(nodes, self.threads, index) | ({"GOMP_SPINCOUNT": count} if count else {})
         if name == "spin" and count.isdigit():
             return {"GOMP_SPINCOUNT": count}
         if name not in WAIT_POLICIES:
-            known = ", ".join(("meshnet", "spin:N", *WAIT_POLICIES))
+            known = ", ".join(("meshnet", "pinned:N", "spin:N", *WAIT_POLICIES))
             raise ValueError(f"wait policy {self.wait_policy!r} is unknown; it is one of {known}")
         return WAIT_POLICIES[name]
 

@@ -1,10 +1,11 @@
 """What the idle threads of nodes that share cores should do: sleep at once, spin for a while, or spin on.
 
-    python -m benchmarks.wait_policy [--model smollm2] [--policies meshnet,library,passive,spin:2000,spin:20000]
+    python -m benchmarks.wait_policy [--model smollm2] [--policies meshnet,library,passive,spin:10000,pinned:60000]
 
 One mesh of two nodes for each policy, and `generate()`, all started and in turns, as in `bench`. Between two parallel
 regions OpenMP's threads wait for the next; spinning, they are there at once, but the cores that the other node needs
-are taken meanwhile. `meshnet` is what `meshnet up` sets; `library` is what libgomp does when it is told nothing.
+are taken meanwhile. `meshnet` is what `meshnet up` sets, `pinned:N` that with N spins, `spin:N` N spins alone;
+`library` is what libgomp does when it is told nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.models import MODELS, prepare
 from benchmarks.results import publish
 from benchmarks.systems import Run, System
 
-POLICIES = "meshnet,library,passive,spin:2000,spin:20000"
+POLICIES = "meshnet,library,passive,spin:10000,pinned:60000"
 
 
 async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, list[Run]]:

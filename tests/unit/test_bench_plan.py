@@ -73,7 +73,7 @@ def test_clients_have_prompts_of_their_own_of_one_length() -> None:
 
 
 def test_a_wait_policy_is_an_environment_of_the_nodes_or_refused() -> None:
-    assert NodeOptions("bfloat16", 2, wait_policy="spin:500").environment(2) == {"GOMP_SPINCOUNT": "500"}
-    assert NodeOptions("bfloat16", 2, wait_policy="library").environment(2) == {}
+    assert NodeOptions("bfloat16", 2, wait_policy="spin:500").environment(2, 0) == {"GOMP_SPINCOUNT": "500"}
+    assert NodeOptions("bfloat16", 2, wait_policy="library").environment(2, 0) == {}
     with pytest.raises(ValueError, match="wait policy 'spin:'"):
-        NodeOptions("bfloat16", 2, wait_policy="spin:").environment(2)
+        NodeOptions("bfloat16", 2, wait_policy="spin:").environment(2, 0)

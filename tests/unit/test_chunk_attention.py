@@ -128,7 +128,7 @@ def attended(monkeypatch: pytest.MonkeyPatch, *arguments: Any, native: bool = Tr
         ways.append("products")
         return own(*given)
 
-    monkeypatch.setattr(cpu_attention, "cpu_has_bfloat16", lambda: native)
+    monkeypatch.setattr(cpu_attention, "_products_gain", lambda: native)
     monkeypatch.setattr(chunk_attention, "attend_chunk", by_products)
     mine, _ = attend(*arguments, **options)
     theirs, _ = sdpa_attention_forward(*arguments, **options)

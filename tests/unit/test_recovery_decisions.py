@@ -100,8 +100,9 @@ def test_what_follows_a_failure_of_node_b(failure: MeshnetError, history: Histor
 def test_a_bad_frame_that_was_not_cut_on_its_way_fails() -> None:
     failure = BadFrameError("no")
     assert next_action(failure, "b", History()) == Retry()
-    for before in range(BAD_FRAMES_BEFORE_FAIL):
-        assert next_action(failure, "b", History(retries=MAX_RETRIES, failures=(failure,) * before)) == RePrefill()
+    for before, wait_s in zip(range(BAD_FRAMES_BEFORE_FAIL), (0.0, 0.2, 0.4), strict=True):
+        history = History(retries=MAX_RETRIES, failures=(failure,) * before)
+        assert next_action(failure, "b", history) == RePrefill(wait_s)
     assert next_action(failure, "b", History(failures=(failure,) * BAD_FRAMES_BEFORE_FAIL)) == Retry()
     last = History(retries=MAX_RETRIES, failures=(failure, GONE) * BAD_FRAMES_BEFORE_FAIL)
     assert next_action(failure, "b", last) == Fail(failure)

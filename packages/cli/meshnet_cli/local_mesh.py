@@ -54,7 +54,7 @@ class Plan:
 
 def threads_each(nodes: int) -> int:
     """CPU threads for each of ``nodes`` nodes on this machine, so that together they have one for each core."""
-    return max(1, (os.cpu_count() or 1) // nodes)
+    return max(1, len(_cores()) // nodes)
 
 
 class LocalMesh:
@@ -133,6 +133,11 @@ def _show_nothing(name: str, line: str) -> None:
     """Once all is ready, what children write is in their logs alone."""
 
 
+def _cores() -> list[int]:
+    """The cores that this process may use, by the system's numbers."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+
+
 def shared_cores(nodes: int, threads: int, index: int) -> dict[str, str]:
     """Environment of node ``index``, from 0, of ``nodes`` that share this machine's cores.
 
@@ -142,21 +147,22 @@ def shared_cores(nodes: int, threads: int, index: int) -> dict[str, str]:
     the others wait for a slow link, say. Where the threads of all nodes are more than the cores, waiting threads spin
     for some tenths of a millisecond: through a step, not far beyond it (`benchmarks.wait_policy`, `benchmarks/LOG.md`).
 
-    They have cores of their own there, too, the nodes in turn. The threads of a step wait for each other hundreds of
-    times; where the system may move them, it puts two of one step on one core now and then, while the other core has a
-    thread of another node that only spins.
+    Each thread stays on one core there, too, and the nodes begin at different ones. The threads of a step wait for each
+    other hundreds of times; where the system may move them, it puts two of one step on one core now and then, while the
+    other core has a thread of another node that only spins.
 
     GOMP_SPINCOUNT is for GNU's OpenMP, which torch brings on Linux; KMP_BLOCKTIME for LLVM's, on macOS, which has no
-    way to choose cores.
+    way to choose cores. What is set in this process's environment already, stays.
     """
-    if threads == 1 or nodes * threads <= (os.cpu_count() or 1):
+    cores = _cores()
+    if threads == 1 or nodes * threads <= len(cores):
         return {}
-    waiting = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
-    if sys.platform != "linux":
-        return waiting
-    cores = sorted(os.sched_getaffinity(0))
-    first = index * threads % len(cores)
-    return waiting | {"GOMP_CPU_AFFINITY": " ".join(map(str, cores[first:] + cores[:first]))}
+    settings = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
+    if sys.platform == "linux" and not {"OMP_PROC_BIND", "OMP_PLACES"} & os.environ.keys():
+        rounds, first = divmod(index * threads, len(cores))
+        first = (first + rounds) % len(cores)
+        settings["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores[first:] + cores[:first]))
+    return {name: value for name, value in settings.items() if name not in os.environ}
 
 
 def ask(api_url: str, path: str) -> dict[str, Any]:

@@ -190,7 +190,11 @@ def next_action(  # noqa: C901, PLR0911 - one return a row
         case BadFrameError() if history.retries < MAX_RETRIES:
             return Retry()
         case BadFrameError():
-            return RePrefill() if _times(BadFrameError, history) < BAD_FRAMES_BEFORE_FAIL else Fail(failure)
+            return (
+                RePrefill(wait_s if attempts else 0.0)
+                if _times(BadFrameError, history) < BAD_FRAMES_BEFORE_FAIL
+                else Fail(failure)
+            )
         case HopFailedError():
             return reroute if _times(HopFailedError, history) else RePrefill()
         case NoRoomError():

@@ -1,8 +1,8 @@
 """Attention of a chunk on a CPU, in bfloat16: plain products over blocks of scores that stay in the cache.
 
-torch's kernel for the CPU multiplies in float32 what it is given in bfloat16. Here scores and sums of values are
-bfloat16 products, which a CPU with instructions for them makes at twice the speed, and roundings are those of
-transformers' ``eager`` attention: scores to bfloat16, softmax in float32, weights to bfloat16.
+torch's kernel for the CPU multiplies in float32 what it is given in bfloat16, unless the CPU has AMX. Here scores and sums
+of values are bfloat16 products, which a CPU with instructions for them makes at twice the speed, and roundings are
+those of transformers' ``eager`` attention: scores to bfloat16, softmax in float32, weights to bfloat16.
 
     block of queries    [ all keys that its newest may see ]   one block of scores, masked where the mask hides
     next block          [ .............................. ....]   the same memory again
@@ -20,7 +20,7 @@ _LEAST_POSITIONS = 128
 _ROWS = 384  # of a product: blocks of fewer read the keys too often
 _QUERY_STEP = 16
 _GROUPED = 1 << 18  # scores of several groups of heads at once, at most: half a MiB
-_LARGEST = 1 << 21  # scores of a block, at most, however many keys there are
+_LARGEST = 1 << 21  # scores of a block, at most, but for the fewest queries that there are in one
 
 
 def suits(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -51,13 +51,11 @@ def attend_chunk(
     """
     batch, heads, count, width = query.shape
     groups, positions = key.shape[1:3]
-    if mask is None:
-        mask = torch.ones(1, 1, count, positions, dtype=torch.bool).tril_()
     out = query.new_empty(batch, count, groups, heads // groups, value.shape[-1])
     queries = query.view(batch, groups, -1, count, width)
     scores = _Scores(heads // groups, groups, count, positions, query)
     for row in range(batch):
-        seen = mask[row if mask.shape[0] > 1 else 0, 0]
+        seen = None if mask is None else mask[row if mask.shape[0] > 1 else 0, 0]
         scores.attend(queries[row], key[row].transpose(1, 2), value[row], seen, scaling, out[row])
     return out.flatten(2, 3)
 
@@ -85,7 +83,7 @@ class _Scores:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        seen: torch.Tensor,
+        seen: torch.Tensor | None,
         scaling: float,
         out: torch.Tensor,
     ) -> None:
@@ -95,19 +93,27 @@ class _Scores:
             query: ``[groups, sharing, count, width]``.
             key: ``[groups, width, positions]``.
             value: ``[groups, positions, value_width]``.
-            seen: ``[count, positions]``.
+            seen: ``[count, positions]``; None where each sees what does not come after it.
             scaling: of scores.
             out: ``[count, groups, sharing, value_width]``.
         """
         groups, sharing, count, _ = query.shape
         hidden = torch.finfo(query.dtype).min  # to which a score adds nothing that its dtype could tell
         before = key.shape[2] - count
-        open_to_all = before > 0 and bool(seen[:, :before].view(torch.uint8).min())  # a seventh of the time of all()
+        open_to_all = (
+            before > 0 and seen is not None and bool(seen[:, :before].view(torch.uint8).min())
+        )  # a seventh of the time of all()
         closed = before if open_to_all else 0  # the first position that is hidden from any
         for start in range(0, count, self.queries):
             stop = min(count, start + self.queries)
-            reach = key.shape[2] if bool(seen[start:stop, before + stop :].any()) else before + stop
-            hiding = query.new_zeros(stop - start, reach - closed).masked_fill_(~seen[start:stop, closed:reach], hidden)
+            reach = before + stop
+            if seen is None:
+                closed = start
+                sees = torch.ones(stop - start, stop - start, dtype=torch.bool).tril_()
+            else:
+                reach = key.shape[2] if bool(seen[start:stop, reach:].any()) else reach
+                sees = seen[start:stop, closed:reach]
+            hiding = query.new_zeros(sees.shape).masked_fill_(~sees, hidden)
             rows = query[:, :, start:stop].reshape(groups, sharing * (stop - start), -1)
             for first in range(0, groups, self.groups):
                 these = slice(first, min(groups, first + self.groups))

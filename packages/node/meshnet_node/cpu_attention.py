@@ -86,7 +86,12 @@ def _goes_by_products(
     """Whether a chunk is for :mod:`meshnet_node.chunk_attention`: by its form, and on this CPU."""
     is_causal = options.get("is_causal")
     sees_no_later = mask is not None or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    return bool(sees_no_later) and not dropout and cpu_has_bfloat16() and chunk_attention.suits(query, key, mask)
+    return bool(sees_no_later) and not dropout and _products_gain() and chunk_attention.suits(query, key, mask)
+
+
+def _products_gain() -> bool:
+    """Whether this CPU multiplies bfloat16 natively where torch's kernel does not; with AMX that one does, too."""
+    return cpu_has_bfloat16() and not torch.cpu._is_amx_tile_supported()
 
 
 def _is_shared(mask: torch.Tensor | None, sharing: int) -> bool:

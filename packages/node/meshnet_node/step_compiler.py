@@ -27,6 +27,7 @@ import transformers
 from meshnet_core.errors import HopFailedError, UnsupportedModelError
 from meshnet_node.cache_folder import default_cache_dir, writing_to_cache
 from meshnet_node.compiled_step import CompiledLayer, load_compiled
+from meshnet_node.cpu_threads import leave_core
 from meshnet_node.layer_sketch import LayerSketch
 from meshnet_node.step_export import TracedLayer
 from meshnet_node.step_frames import StoppedError
@@ -106,6 +107,8 @@ def _run_child(missing: Sequence[tuple[LayerSketch, Path]], stopped: Callable[[]
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
+        environment.pop("GOMP_CPU_AFFINITY", None)
+        leave_core()  # this thread only waits from here on
         said = Path(job) / "said"
         with (
             said.open("wb") as errors,
