@@ -1,7 +1,7 @@
 """Attention of a chunk on a CPU, in bfloat16: plain products over blocks of scores that stay in the cache.
 
-torch's kernel for the CPU multiplies in float32 what it is given in bfloat16, unless the CPU has AMX. Here scores and sums
-of values are bfloat16 products, which a CPU with instructions for them makes at twice the speed, and roundings are
+torch's kernel for the CPU multiplies in float32 what it is given in bfloat16, unless the CPU has AMX. Here scores and
+sums of values are bfloat16 products, which a CPU with instructions for them makes at twice the speed, and roundings are
 those of transformers' ``eager`` attention: scores to bfloat16, softmax in float32, weights to bfloat16.
 
     block of queries    [ all keys that its newest may see ]   one block of scores, masked where the mask hides
