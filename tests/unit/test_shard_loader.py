@@ -363,7 +363,9 @@ def test_peak_memory_and_bytes_read_follow_the_range(family: str, root: Path, tm
         # what that leaves behind in the allocator is less than a layer.
         fused = layer if family == "qwen3_moe" else 0
         assert figures["held"] < expected + fused + slack
-        assert figures["peak"] < expected + 2 * fused + slack
+        # Gate and up projections are joined into one matrix that then is laid out, a second time of it for a moment.
+        joined = 2 * size["intermediate_size"] * size["hidden_size"] * 2 if family == "llama" else 0
+        assert figures["peak"] < expected + 2 * fused + max(slack, joined + 16e6)
 
 
 def _edit_config(folder: Path, **changes: Any) -> None:
