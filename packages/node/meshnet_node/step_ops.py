@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from torch.library import Library, register_fake
+from torch import library, nn
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From query ``[batch, heads, 1, width]``, new keys and values ``[batch, key_heads, 1, ...]`` to ``[batch, 1, heads,
@@ -27,7 +26,7 @@ value_width]``."""
 AS_GIVEN = 0
 """As ``width``: what the module gives is as wide as its first input."""
 
-_OPERATORS: Any = Library("meshnet", "DEF")  # type: ignore[no-untyped-call]
+_OPERATORS: Any = library.Library("meshnet", "DEF")  # type: ignore[no-untyped-call]
 _OPERATORS.define("step_call(Tensor[] inputs, int index, int width) -> Tensor")
 _OPERATORS.define("step_attention(Tensor query, Tensor key, Tensor value) -> Tensor")
 
@@ -77,5 +76,5 @@ def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 # On every device alike; compiled code passes dense tensors and takes the results as the shapes below have them.
 _OPERATORS.impl("step_call", _call, "CompositeExplicitAutograd")
 _OPERATORS.impl("step_attention", _attention, "CompositeExplicitAutograd")
-register_fake("meshnet::step_call", _call_shape, lib=_OPERATORS)
-register_fake("meshnet::step_attention", _attention_shape, lib=_OPERATORS)
+library.register_fake("meshnet::step_call", _call_shape, lib=_OPERATORS)
+library.register_fake("meshnet::step_attention", _attention_shape, lib=_OPERATORS)
