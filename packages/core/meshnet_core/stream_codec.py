@@ -46,6 +46,8 @@ _PHASE_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 _CACHE = 1  # in the flags
 _MAX_U32 = 2**32 - 1
 
+READ_BYTES = 256 * 1024
+"""What each end of a stream reads at once, into memory that it keeps; asyncio would take so much anew each time."""
 MAX_HEAD = _FRAME.size + 64 + 0xFFFF  # bytes of a frame besides its body
 
 
@@ -241,7 +243,7 @@ class MessageBuffer:
         """The request number of the frame at the front, as far as there is one, else `CONNECTION`."""
         return request_of(self._data)
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: Body) -> None:
         self._data += data
 
     def take(self) -> bytes | None:

@@ -18,6 +18,7 @@ from meshnet_core.settle import settle
 from meshnet_core.stream_codec import (
     CONNECTION,
     MAX_REQUEST,
+    READ_BYTES,
     STREAM,
     MessageBuffer,
     decode_answer,
@@ -47,7 +48,7 @@ class StreamLostError(Exception):
 Answered = Callable[[FrameReply | bytes | StreamLostError], None]
 
 
-class StreamConnection(asyncio.Protocol):
+class StreamConnection(asyncio.BufferedProtocol):
     """One connection to one hop; made by :func:`dial`.
 
     ``boot`` is the boot id of who answers, ``served`` whether an answer has come; one that is ``retired`` is to be
@@ -60,6 +61,7 @@ class StreamConnection(asyncio.Protocol):
         self.retired = False
         self.used_at = 0.0
         self._head = head
+        self._read = memoryview(bytearray(READ_BYTES))
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
@@ -143,7 +145,13 @@ class StreamConnection(asyncio.Protocol):
         self._transport = transport
         transport.write(self._head)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._read
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(self._read[:nbytes])
+
+    def data_received(self, data: bytes | memoryview) -> None:
         if self._messages is None:
             self._answer += data
             if (rest := self._upgraded()) is None:

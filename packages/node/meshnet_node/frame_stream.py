@@ -19,6 +19,7 @@ from meshnet_core.frames import Frame
 from meshnet_core.stream_codec import (
     CONNECTION,
     MAX_HEAD,
+    READ_BYTES,
     STREAM,
     MessageBuffer,
     decode_frame,
@@ -35,7 +36,7 @@ Answer = Callable[[int, Frame, Send], Coroutine[Any, Any, bytes] | None]
 Refused = Callable[[MeshnetError, int], None]
 
 
-class FrameStream(asyncio.Protocol):
+class FrameStream(asyncio.BufferedProtocol):
     """One connection.
 
     Args:
@@ -68,6 +69,7 @@ class FrameStream(asyncio.Protocol):
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._read = memoryview(bytearray(READ_BYTES))
         self._messages = MessageBuffer(MAX_HEAD + max_body)
         self._owed = 0  # answers to frames
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,7 +101,13 @@ class FrameStream(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream socket
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._read
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(self._read[:nbytes])
+
+    def data_received(self, data: bytes | memoryview) -> None:
         if self._deaf:
             return
         self._messages.feed(data)
