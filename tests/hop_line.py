@@ -47,7 +47,7 @@ class Watched:
 
     Attributes:
         forwards: (position, seq_len) of every frame that came.
-        before: called on the lane's thread with each frame before it runs.
+        before: called on the thread that runs it with each frame before it runs.
         before_layer: called there before each layer.
         layers_run: how many layers were not cancelled.
     """
@@ -117,7 +117,13 @@ class Wire(RecordingTransport):
 class Line:
     """The two nodes of one route, and the client's side of one session."""
 
-    def __init__(self, backends: Sequence[ShardBackend], clock: Clock, limits: StoreLimits = LIMITS) -> None:
+    def __init__(
+        self,
+        backends: Sequence[ShardBackend],
+        clock: Clock,
+        limits: StoreLimits = LIMITS,
+        lane: Callable[[], ForwardLane] = ForwardLane,
+    ) -> None:
         self.wire = Wire()
         self.shards = [Watched(backend) for backend in backends]
         self.hops = [
@@ -125,7 +131,7 @@ class Line:
                 boot=f"b-{at}",
                 shards=ShardPool([LoadedShard(cast(ShardBackend, shard), MODEL, FINGERPRINT, max_positions=512)]),
                 store=CacheStore(limits, clock),
-                lane=ForwardLane(),
+                lane=lane(),
                 transport=self.wire,
                 sample=sample,
                 clock=clock,

@@ -42,6 +42,8 @@ from meshnet_node.sampler import sample
 from meshnet_node.shard_pool import ShardPool
 from meshnet_node.shard_probes import ShardProbes
 from meshnet_node.speed_watch import SpeedWatch
+from meshnet_node.steps_here import HERE_S, StepsHere
+from meshnet_node.thread_team import team_of
 
 SESSION_SHARE = 0.25  # of the memory that is free once the layers are loaded; several nodes may share a machine
 MIN_BODY, MAX_BODY = 16 * 2**20, 512 * 2**20  # bytes of a frame that a node reads, see `_body_limit`
@@ -67,7 +69,8 @@ async def serve(
     credentials = None if place.identity is None else place.identity.credentials
     dials = None if credentials is None else credentials.client_context()
     transport = transport_for(place.wire, clock, tls=dials)
-    lane = ForwardLane(threads=threads)
+    team = team_of(threads)
+    lane = ForwardLane(threads=threads, here=None if team is None else StepsHere(HERE_S), team=team)
     service = HopService(
         boot=boot,
         shards=shards,

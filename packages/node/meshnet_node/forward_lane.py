@@ -1,5 +1,7 @@
 """The forward lane: one thread per device that runs frames, so that the event loop only parses and replies.
 
+Short steps of an only session may run in the loop's thread instead, see :mod:`meshnet_node.steps_here`.
+
 Sessions take turns, as :mod:`meshnet_node.lane_schedule` has it. The unit of work is a list of frames of different
 sessions; a backend says with ``batch_key`` and ``batch_limit`` which and how many it can use at once. A long frame may
 run in pieces, other sessions' steps between them; its caller sees one frame.
@@ -21,6 +23,8 @@ from meshnet_core.settle import settle
 from meshnet_node.cpu_threads import take_cpu_threads
 from meshnet_node.lane_schedule import LaneSchedule, Taken, is_step
 from meshnet_node.shard_work import ShardBackend, ShardResult, ShardWork
+from meshnet_node.steps_here import StepsHere
+from meshnet_node.thread_team import ThreadTeam
 
 T = TypeVar("T")
 
@@ -57,6 +61,8 @@ class _Job(Generic[T]):
     forward_s: float = 0.0
     hidden: list[memoryview] = field(default_factory=list)  # of each piece run
     withdrawn: bool = False
+    leaves_team: bool = False  # the next of its turn may run in the loop's thread
+    outcome: list[LaneOutcome[T]] | None = None  # where it is put for whoever runs the frame in the loop's thread
 
     def __post_init__(self) -> None:
         key = self.backend.batch_key(self.work) if self.backend.batch_limit > 1 else None
@@ -107,6 +113,9 @@ class _Job(Generic[T]):
 
     def settle(self, value: LaneOutcome[T]) -> None:
         """Hand the outcome to the loop that waits for it; a loop that is gone has nobody to tell."""
+        if self.outcome is not None:
+            self.outcome.append(value)
+            return
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.told, value)
 
@@ -119,6 +128,8 @@ class ForwardLane:
         threads: CPU threads that torch uses for this lane's frames; None leaves it as it is. Set in the lane's own
             thread, since OpenMP keeps a team of threads for each thread that calls it: where others had teams too,
             there would be more threads than cores, and libgomp then puts waiting ones to sleep at every product.
+        here: which steps run in the thread of who hands them in, the event loop's; none if not given.
+        team: goes to whichever thread runs frames.
         now: seconds of a clock that never goes back.
     """
 
@@ -127,6 +138,8 @@ class ForwardLane:
         name: str = "forward-lane",
         *,
         threads: int | None = None,
+        here: StepsHere | None = None,
+        team: ThreadTeam | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._now = now
@@ -134,6 +147,9 @@ class ForwardLane:
         self._schedule: LaneSchedule[_Job[object]] = LaneSchedule()
         self._running: dict[object, _Job[object]] = {}
         self._batches: Counter[int] = Counter()
+        self._here = here or StepsHere(0.0)
+        self._team = team or ThreadTeam()
+        self._set_here = 0  # the thread besides the lane's own that has its number of threads
         self._ready = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -173,8 +189,11 @@ class ForwardLane:
         told: Callable[[LaneOutcome[T]], None],
         *,
         hops: int = 1,
+        here: float | None = None,
     ) -> None:
         """Run ``work`` when it is ``turn``'s turn, then ``finish`` on its result, both on the lane's thread.
+
+        Or at once in the caller's thread; then ``told`` has been called when this returns.
 
         Args:
             turn: whose frame this is; frames of one ``turn`` run in the order they were given.
@@ -183,13 +202,30 @@ class ForwardLane:
             finish: what turns the shard's result into the caller's (sampling, say).
             told: is called once, in the running event loop, with what became of it.
             hops: of the session's route: so many batches of such sessions can be under way at once.
+            here: seconds that the frame is expected to run, if it may in the caller's thread.
         """
-        job: _Job[T] = _Job(backend, work, finish, asyncio.get_running_loop(), told, self._now(), hops)
+        loop = asyncio.get_running_loop()
+        now = self._now()
+        job: _Job[T] = _Job(backend, work, finish, loop, told, now, hops)
         with self._ready:
             if self._closed:
                 raise RuntimeError("the forward lane is closed")
-            self._schedule.put(turn, job, self._now())  # type: ignore[arg-type]
-            self._ready.notify()
+            runs_here = (
+                here is not None
+                and self._here.allows(here, now)
+                and not self._running
+                and self._schedule.is_only_for(turn, now)
+            )
+            job.leaves_team = runs_here and self._team.is_elsewhere
+            self._schedule.put(turn, job, now)  # type: ignore[arg-type]
+            taken = self._schedule.take(now) if runs_here and not job.leaves_team else None
+            if not isinstance(taken, Taken):
+                self._team.leave()
+                self._ready.notify()
+                return
+            job.outcome = []
+            self._run_here(taken, loop)
+        told(*job.outcome)
 
     async def run(
         self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T], *, hops: int = 1
@@ -225,11 +261,25 @@ class ForwardLane:
             job.settle(None)
         self._schedule = LaneSchedule()
 
+    def _run_here(self, taken: Taken[_Job[object]], loop: asyncio.AbstractEventLoop) -> None:
+        """Run a step in this thread, holding the lock, so that the lane's cannot meanwhile."""
+        if self._threads is not None and self._set_here != threading.get_ident():
+            take_cpu_threads(self._threads)
+            self._set_here = threading.get_ident()
+        began = self._now()
+        self._started(taken)
+        self._execute(taken)
+        ended = self._now()
+        self._here.ran(ended - began, ended)
+        loop.call_soon(self._here.went_round)
+
     def _run(self) -> None:
         if self._threads is not None:
             take_cpu_threads(self._threads)
         while (taken := self._next()) is not None:
             self._execute(taken)
+            if taken.jobs[0].leaves_team:
+                self._leave_team()
             del taken  # the lane may have nothing to do for long, and they hold states and tensors
 
     def _next(self) -> Taken[_Job[object]] | None:
@@ -238,10 +288,23 @@ class ForwardLane:
             while not self._closed:
                 taken = self._schedule.take(self._now())
                 if isinstance(taken, Taken):
-                    self._running = dict(zip(taken.turns, taken.jobs, strict=True))
+                    self._started(taken)
                     return taken
                 self._ready.wait(taken)
             return None
+
+    def _started(self, taken: Taken[_Job[object]]) -> None:
+        self._running = dict(zip(taken.turns, taken.jobs, strict=True))
+        self._team.take()
+
+    def _leave_team(self) -> None:
+        """End the lane's team, so that the next step may run in another thread; unless there is more to do in this one.
+
+        After the frame was told, so that nobody waits for it, and before the next one may come to the lane.
+        """
+        with self._ready:
+            if not len(self._schedule):
+                self._team.leave()
 
     def _execute(self, taken: Taken[_Job[object]]) -> None:
         jobs = taken.jobs

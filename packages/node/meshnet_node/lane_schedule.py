@@ -131,6 +131,10 @@ class LaneSchedule(Generic[J]):
         self._stepped.pop(turn, None)
         self._stepping.discard(turn)
 
+    def is_only_for(self, turn: object, now: float) -> bool:
+        """Whether nothing waits, and a step of this turn has run a moment ago, and of no other."""
+        return not self._queues and self._about(now).keys() == {turn}
+
     def take(self, now: float) -> Taken[J] | float | None:
         """What runs next; or the seconds after which to ask again, if nothing comes before; or None: nothing waits."""
         waits = self._wait_s(now)

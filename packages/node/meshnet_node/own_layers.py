@@ -103,6 +103,8 @@ class OwnLayers:
         session: HopSession,
         frame: Frame,
         told: Callable[[LaneOutcome[Ran]], None],
+        *,
+        here: bool = False,
     ) -> None:
         """Hand a frame to the lane. The session stays leased until the lane is through, whoever waits for that.
 
@@ -110,6 +112,7 @@ class OwnLayers:
             leases: on the session; they end once ``told`` has been called, or where this raises.
             key, session, frame: what to run.
             told: see `ForwardLane.hand`.
+            here: whether it may run in this thread, and ``told`` be called before this returns.
 
         Raises:
             CacheMissError: the prefix that the frame begins from is gone.
@@ -138,14 +141,23 @@ class OwnLayers:
             )
             held = leases.pop_all()
         hops = len(session.document.route.hops)
+        expected_s = self._expected_s(session, frame) if here and not copied else None
         try:
             self._lane.hand(
                 (key, frame.epoch), shard.backend, work, finish, lambda ran: self._ended(session, held, told, ran),
-                hops=hops,
+                hops=hops, here=expected_s,
             )  # fmt: skip
         except BaseException:
             held.close()
             raise
+
+    @staticmethod
+    def _expected_s(session: HopSession, frame: Frame) -> float | None:
+        """Seconds that a decode step will take; None where that is not known."""
+        layer_ms = session.shard.decode_ms.value
+        if frame.phase is not Phase.DECODE or layer_ms is None:
+            return None
+        return layer_ms * len(session.document.hop.layers) / 1000
 
     def withdraw(self, key: SessionKey, epoch: int) -> None:
         """See `ForwardLane.withdraw`."""

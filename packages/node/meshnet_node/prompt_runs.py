@@ -78,9 +78,10 @@ class PromptRuns:
         run = _PromptRun(self, key, session, frame, arrived, answered)
         if refused is None:
             refused = run.enter(leases)
-        run.take_in()  # while the lane's thread wakes up
+        run.take_in()  # while the lane's thread wakes up, unless the frame has run already, in this one
         if refused is not None:
             run.fail(refused)
+        run.note()
         return True
 
 
@@ -88,8 +89,8 @@ class _PromptRun:
     """One frame, from the moment that it is taken in until its reply is told."""
 
     __slots__ = (
-        "_answered", "_arrived", "_at", "_ends_delivery", "_frame", "_key", "_on_lane", "_reply", "_run", "_session",
-        "_timer",
+        "_answered", "_arrived", "_at", "_ends_delivery", "_frame", "_is_taken_in", "_key", "_on_lane", "_reply",
+        "_run", "_session", "_timer",
     )  # fmt: skip
 
     def __init__(
@@ -109,28 +110,38 @@ class _PromptRun:
         self._answered: FrameAnswered | None = answered  # None once it was told
         self._on_lane = False
         self._ends_delivery: Callable[[], object] | None = None
+        self._is_taken_in = False
 
     def enter(self, leases: ExitStack) -> Exception | None:
         """Hand it to the lane; what stands against that."""
         try:
-            self._at.own.hand(leases, self._key, self._session, self._frame, self._ran)
+            self._on_lane = True
+            self._at.own.hand(leases, self._key, self._session, self._frame, self._ran, here=True)
         except Exception as error:  # noqa: BLE001 - it is the answer
+            self._on_lane = False
             return error
-        self._on_lane = True
         return None
 
     def take_in(self) -> None:
-        """Note that the session has it. In the same turn of the loop as :meth:`enter`, so before anything is told."""
+        """Have the session take it, unless it has. In the same turn as :meth:`enter`, before anything is told."""
+        if self._is_taken_in:
+            return
+        self._is_taken_in = True
         frame, session = self._frame, self._session
-        loop = asyncio.get_running_loop()
-        self._reply: asyncio.Future[FrameReply] = loop.create_future()
+        self._reply: asyncio.Future[FrameReply] = asyncio.get_running_loop().create_future()
         self._run = Run(replace(frame, body=b""), len(frame.body), self._reply)
         self._at.keep(session, self._reply)
-        self._reply.add_done_callback(self._ended)
         session.take(frame, self._run)
-        session.remember(FrameKey.of(frame), self._run)
-        session.announce()
-        self._timer = loop.call_later(max(0.0, self._deadline - self._at.clock.now()), self._caller_gives_up)
+
+    def note(self) -> None:
+        """What has to be done about it before the loop goes on, and may come after an answer."""
+        self._session.remember(FrameKey.of(self._frame), self._run)
+        self._session.announce()
+        if self._reply.done():
+            return
+        self._reply.add_done_callback(self._ended)
+        left_s = max(0.0, self._deadline - self._at.clock.now())
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._caller_gives_up)
 
     def fail(self, error: Exception) -> None:
         """What goes wrong before a frame has run costs the session's state: some layers may have advanced."""
@@ -146,6 +157,7 @@ class _PromptRun:
 
     def _ran(self, ran: LaneOutcome[Ran]) -> None:
         """The lane is through with it: deliver what came of it, then take in how long it took."""
+        self.take_in()  # where it ran within :meth:`enter`
         if not self._on_lane or self._reply.done():
             return  # it was given up; or the session has ended, and `_ended` is about to say so
         self._on_lane = False
