@@ -49,6 +49,7 @@ class InProcessMesh:
         """Load ``layers`` on ``device`` and serve them."""
         name = f"node-{len(self._nodes)}"
         loaded = load_shard(folder, layers, dtype=dtype, device=device)
+        loaded.use_kernels()  # as a node does, unless it is told otherwise
         shard = LoadedShard(loaded, MODEL, FINGERPRINT, self._max_positions)
         service = HopService(
             boot=mint_boot_id(),

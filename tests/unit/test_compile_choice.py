@@ -6,13 +6,18 @@ import pytest
 import torch
 
 from meshnet_core.errors import InvalidInputError, UnsupportedModelError
-from meshnet_node.compile_choice import compiles_steps
+from meshnet_node.compile_choice import COMPILE, compiles_steps, takes_kernels
 
 CPU = torch.device("cpu")
 
 
-def test_off_asks_for_nothing() -> None:
-    assert not compiles_steps("off", torch.device("mps"), find=lambda name: None, platform="win32", free_threaded=True)
+@pytest.mark.parametrize("choice", ["off", "auto"])
+def test_what_is_not_torchs_compiler_asks_for_nothing(choice: str) -> None:
+    assert not compiles_steps(choice, torch.device("mps"), find=lambda name: None, platform="win32", free_threaded=True)
+
+
+def test_kernels_are_for_auto_alone() -> None:
+    assert [takes_kernels(choice) for choice in COMPILE] == [True, False, False]
 
 
 def test_a_machine_with_a_compiler_compiles() -> None:
@@ -22,7 +27,7 @@ def test_a_machine_with_a_compiler_compiles() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(InvalidInputError, match="--compile 'all' is unknown; write off, step"):
+    with pytest.raises(InvalidInputError, match="--compile 'all' is unknown; write auto, off, step"):
         compiles_steps("all", CPU)
 
 

@@ -132,6 +132,7 @@ def split_here(
         quantize = "none" if not held else "auto" if files.blocks else held  # as the hop's node was told, or chose
         folder = files.prepare(layers, dtype=computed, packed=bool(held))
         shard = load_shard(folder, layers, dtype=computed, device="cpu", quantize=quantize)
+        shard.use_kernels()  # as a node does, unless it is told otherwise
         split = profile_steps(shard, position, steps)
         shard.close()
         found.append(

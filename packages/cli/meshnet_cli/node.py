@@ -125,7 +125,7 @@ def node(
     ] = None,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     quantize: options.Quantize = options.QuantizeChoice.AUTO,
-    compile_: options.Compile = options.CompileChoice.OFF,
+    compile_: options.Compile = options.CompileChoice.AUTO,
     device: options.Device = "auto",
     threads: options.Threads = None,
     cache_bytes: options.CacheBytes = None,

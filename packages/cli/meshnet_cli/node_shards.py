@@ -50,7 +50,7 @@ class WeightsWanted:
 
     dtype: str
     quantize: str
-    compile: str = "off"
+    compile: str = "auto"
 
 
 def load_pool(
@@ -131,7 +131,7 @@ def _load(
     plan: ShardPlan, model: str, files: ModelFiles, weights: WeightsWanted, progress: Progress
 ) -> TorchModelShard:
     """Load what was planned, unless the folder holds another model by now: it would answer under a wrong name."""
-    from meshnet_node.compile_choice import compiles_steps
+    from meshnet_node.compile_choice import compiles_steps, takes_kernels
     from meshnet_node.cpu_threads import take_cpu_threads
     from meshnet_node.model_files import open_model
     from meshnet_node.step_warm_up import StepWarmUp
@@ -143,6 +143,8 @@ def _load(
     ):
         raise ModelNotFoundError(f"the files of {model} were changed since this node started; start it again")
     shard = plan.load(progress)
+    if takes_kernels(weights.compile):
+        shard.use_kernels()
     if compiles_steps(weights.compile, plan.device):
         shard.warm_up(StepWarmUp(shard))
     return shard

@@ -43,6 +43,7 @@ class QuantizeChoice(enum.StrEnum):
 class CompileChoice(enum.StrEnum):
     """What is compiled."""
 
+    AUTO = "auto"
     OFF = "off"
     STEP = "step"
 
@@ -143,7 +144,8 @@ Compile = Annotated[
     CompileChoice,
     typer.Option(
         "--compile",
-        help="step compiles decode steps in the background and uses them once they prove to be the same; off does not.",
+        help="auto has small operations of decode steps built by this machine's C compiler, if it has one; step has "
+        "torch compile whole steps in the background and uses them once they prove to be the same; off does neither.",
     ),
 ]
 Device = Annotated[

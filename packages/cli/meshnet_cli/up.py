@@ -50,7 +50,7 @@ def up(
     port: Annotated[int, options.port("the API")] = options.DEFAULT_GATEWAY_PORT,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     quantize: options.Quantize = options.QuantizeChoice.AUTO,
-    compile_: options.Compile = options.CompileChoice.OFF,
+    compile_: options.Compile = options.CompileChoice.AUTO,
     device: options.Device = "auto",
     threads: Annotated[
         int | None,

@@ -46,7 +46,7 @@ def verify(
     ] = 16,
     dtype: options.Dtype = options.DtypeChoice.AUTO,
     quantize: options.Quantize = options.QuantizeChoice.AUTO,
-    compile_: options.Compile = options.CompileChoice.OFF,
+    compile_: options.Compile = options.CompileChoice.AUTO,
     device: options.Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:
@@ -81,7 +81,7 @@ def _verify(
 
     from meshnet_core.layer_range import LayerRange
     from meshnet_node import verification
-    from meshnet_node.compile_choice import compiles_steps
+    from meshnet_node.compile_choice import compiles_steps, takes_kernels
     from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
     from meshnet_node.step_compiler import compile_in_child
     from meshnet_node.weight_choice import keeps_packed
@@ -103,6 +103,7 @@ def _verify(
         device=device,
         quantize=weights.quantize,
         compile_layers=compile_in_child if compiled else None,
+        kernels=takes_kernels(weights.compile),
         progress=lambda what, done, total: report("", what, done, total),
     )
     return files, found

@@ -12,8 +12,9 @@ import torch
 
 from meshnet_core.errors import InvalidInputError, UnsupportedModelError
 
-COMPILE = ("off", "step")
-"""The names that the option takes: ``step`` is decode steps of one session."""
+COMPILE = ("auto", "off", "step")
+"""The names that the option takes: ``auto`` is the small operations of decode steps by C code
+(:mod:`meshnet_node.step_kernels`), ``step`` is torch's compiler for whole layers in decode steps of one session."""
 
 _COMPILERS = ("c++", "g++", "clang++")
 
@@ -26,7 +27,7 @@ def compiles_steps(
     platform: str = sys.platform,
     free_threaded: bool = bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
 ) -> bool:
-    """Whether decode steps are to be compiled.
+    """Whether decode steps are to be compiled by torch's compiler.
 
     Args:
         choice: one of :data:`COMPILE`.
@@ -41,7 +42,7 @@ def compiles_steps(
     """
     if choice not in COMPILE:
         raise InvalidInputError(f"--compile {choice!r} is unknown; write {', '.join(COMPILE)}")
-    if choice == "off":
+    if choice != "step":
         return False
     if (lacking := _lacking(device, find, platform, free_threaded=free_threaded)) is not None:
         raise UnsupportedModelError(f"--compile {choice} cannot be had here: {lacking}, or leave it out")
@@ -63,3 +64,8 @@ def _lacking(
     if not hasattr(torch._C, "_aoti"):
         return f"this torch ({torch.__version__}) was built without its ahead-of-time compiler; install one from pip"
     return None
+
+
+def takes_kernels(choice: str) -> bool:
+    """Whether the small operations of decode steps are to be C code, where that can be had."""
+    return choice == "auto"

@@ -12,6 +12,7 @@ shorter. Knows nothing of sessions or of what is held for them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,6 +75,17 @@ class _Room:
                 without four dimensions holds none.
             new: ``[batch, heads, count, head_dim]``.
         """
+        held, end = self._make_room(before, new)
+        held.narrow(2, end, new.shape[-2]).copy_(new)
+        return self._longer(held, end + new.shape[-2])
+
+    def reserve(self, before: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """As :meth:`append`, but nothing is written: of ``like`` only shape and dtype count."""
+        held, end = self._make_room(before, like)
+        return self._longer(held, end + like.shape[-2])
+
+    def _make_room(self, before: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The tensor with ``before`` in it and room behind, and where that begins."""
         count = new.shape[-2]
         held = self._held
         if before is self._view and held is not None:
@@ -89,13 +101,20 @@ class _Room:
             if length:
                 held[:, :, :length] = before
             self._held, start, end = held, 0, length
-        held.narrow(2, end, count).copy_(new)
-        self._view, self._start = held.narrow(2, start, end + count - start), start
+        self._start = start
+        return held, end
+
+    def _longer(self, held: torch.Tensor, end: int) -> torch.Tensor:
+        self._view = held.narrow(2, self._start, end - self._start)
         return self._view
 
     def clear(self) -> None:
         """Let go of the tensor."""
         self._held = self._view = None
+
+
+_Take = Callable[[_Room, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Either of a room's ways to become longer."""
 
 
 def _share(before: torch.Tensor, held: torch.Tensor) -> bool:
@@ -113,10 +132,29 @@ class _Grows:
         super().__init__(*arguments)
         self._key_room, self._value_room = _Room(), _Room()
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in new positions, ``[batch, heads, count, head_dim]`` each; all keys and values that they may see, as
+        views.
+        """
+        return self._taken_in(key_states, value_states, _Room.append)
+
+    def reserve(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`update`, for who writes the new positions himself: they are the last of those given back.
+
+        Args:
+            keys, values: of which only shape and dtype count.
+        """
+        return self._taken_in(keys, values, _Room.reserve)
+
+    def _taken_in(self, keys: torch.Tensor, values: torch.Tensor, take: _Take) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def _grown(self, keys: torch.Tensor, values: torch.Tensor, take: _Take) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(keys, values)  # type: ignore[attr-defined]
-        return self._key_room.append(self.keys, keys), self._value_room.append(self.values, values)
+        return take(self._key_room, self.keys, keys), take(self._value_room, self.values, values)
 
     def reset(self) -> None:
         """See transformers' ``CacheLayerMixin``."""
@@ -126,11 +164,8 @@ class _Grows:
 
 
 class _GrowsWhole(_Grows):
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in new positions, ``[batch, heads, count, head_dim]`` each; all keys and values, as views."""
-        self.keys, self.values = self._append(key_states, value_states)
+    def _taken_in(self, keys: torch.Tensor, values: torch.Tensor, take: _Take) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values = self._grown(keys, values, take)
         return self.keys, self.values
 
 
@@ -139,12 +174,9 @@ class _GrowsWindow(_Grows):
     cumulative_length: int
     record_past: bool
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in new positions; all keys and values that they may see, as views."""
-        keys, values = self._append(key_states, value_states)
-        count, kept = key_states.shape[-2], self.sliding_window - 1
+    def _taken_in(self, keys: torch.Tensor, values: torch.Tensor, take: _Take) -> tuple[torch.Tensor, torch.Tensor]:
+        count, kept = keys.shape[-2], self.sliding_window - 1
+        keys, values = self._grown(keys, values, take)
         self.cumulative_length += count
         if not self.record_past:
             self.keys, self.values = keys[:, :, -kept:], values[:, :, -kept:]

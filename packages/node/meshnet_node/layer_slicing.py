@@ -25,12 +25,14 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from meshnet_core.layer_range import LayerRange
-from meshnet_node.cpu_attention import use_cpu_attention
+from meshnet_node.cpu_attention import STEP_ATTENTION, use_cpu_attention
 from meshnet_node.family_support import Family
 from meshnet_node.growing_cache import let_grow
+from meshnet_node.native_step import NativeStep, native_step
 from meshnet_node.quick_layer import QuickLayer, are_quick, attention_of
 from meshnet_node.ragged_attention import ragged_name
 from meshnet_node.ragged_cache import RaggedCache, can_be_ragged
+from meshnet_node.step_kernels import StepKernels
 
 _PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"})
@@ -95,6 +97,7 @@ class LayerView:
         config: the model's, describing only ``layers``.
         runs_together: whether :meth:`forward_together` can run.
         step: taken by frames of one position on a filled cache; None for the plain way.
+        native: likewise, where :attr:`step` does not, and by steps of several sessions together.
         is_last: whether it projects to logits.
     """
 
@@ -102,6 +105,7 @@ class LayerView:
         self.layers = held.starting_at(start)
         self.is_last = held.stop == shard.config.num_hidden_layers
         self.step: StepTree | None = None
+        self.native: NativeStep | None = None
         self.model = _copy_sharing_parameters(shard)
         self.config: PreTrainedConfig = self.model.config
         self._cancelled: Callable[[], bool] | None = None
@@ -144,6 +148,16 @@ class LayerView:
         """An empty cache of just this view's layers."""
         return let_grow(self._new_cache(self.config))
 
+    @property
+    def may_run_native(self) -> bool:
+        """Whether :meth:`use_kernels` may do something."""
+        return self._is_quick and self._step_needs_no_mask and self.config._attn_implementation == STEP_ATTENTION
+
+    def use_kernels(self, kernels: StepKernels) -> None:
+        """Take steps through ``kernels`` from now on, if all layers can be run so."""
+        if self.may_run_native:
+            self.native = native_step(self._base, self._layers, self.new_cache(), kernels)
+
     def forward(
         self,
         inputs: torch.Tensor,
@@ -162,7 +176,7 @@ class LayerView:
             cache: what :meth:`new_cache` gave, filled with exactly ``position`` positions; None for the stateless path.
             sample: trailing positions to project to logits; 0 for none.
             cancelled: looked at before each layer.
-            plain: leave :attr:`step` aside.
+            plain: leave :attr:`step` and :attr:`native` aside.
 
         Returns:
             Hidden states ``[1, seq_len, hidden]`` if ``sample`` is 0, else logits ``[1, sample, vocab]``.
@@ -184,10 +198,12 @@ class LayerView:
                 for at in range(seq_len)
             ]
             return torch.cat(steps[-sample:], dim=1)  # all of them where sample is 0
-        positions = torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0)
         step = None
-        if self.step is not None and not plain and seq_len == 1 and position > 0:
-            step = self.step if cache is not None and self.step.takes(cache) else None
+        if cache is not None and not plain and seq_len == 1 and position > 0:
+            step = self.step if self.step is not None and self.step.takes(cache) else None
+            if step is None and self.native is not None:
+                return self._run_native(self.native, inputs, (position,), (cache,), sample, cancelled)
+        positions = torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0)
         return self._run(inputs, positions, self._masks(seq_len), cache, sample, cancelled, step)
 
     def forward_together(
@@ -214,8 +230,11 @@ class LayerView:
         Raises:
             ForwardCancelledError: some layers of ``caches`` may have advanced, as after any other exception.
         """
-        cache = RaggedCache(caches)
+        if self.native is not None:
+            output = self._run_native(self.native, inputs, positions, caches, int(sample), cancelled)
+            return output.reshape(len(positions), 1, output.shape[-1])
         at = torch.tensor(positions, device=inputs.device).unsqueeze(1)
+        cache = RaggedCache(caches)
         own = self.config._attn_implementation
         self.config._attn_implementation = self._ragged
         try:
@@ -275,6 +294,23 @@ class LayerView:
             hidden = layer.forward(hidden, None, turns, cache, attend)
         hidden = base.norm(hidden)
         return self.model.lm_head(hidden) if sample else hidden
+
+    def _run_native(
+        self,
+        native: NativeStep,
+        inputs: torch.Tensor,
+        positions: Sequence[int],
+        caches: Sequence[DynamicCache],
+        sample: int,
+        cancelled: Callable[[], bool],
+    ) -> torch.Tensor:
+        """As :meth:`_run_step`."""
+        self._cancelled = cancelled
+        try:
+            hidden = native.run(inputs, positions, caches, self.look_at_cancel)
+            return self.model.lm_head(hidden) if sample else hidden
+        finally:
+            self._cancelled = None
 
     def _masks(self, seq_len: int) -> dict[str, None] | None:
         """Ready masks where none is needed; None lets the model make its own.

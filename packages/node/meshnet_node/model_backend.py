@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +33,7 @@ from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.session_state import SessionState, walk_tensors
 from meshnet_node.shard_work import ShardResult, ShardWork
 from meshnet_node.state_cost import StateCosts, measured_costs
+from meshnet_node.step_kernels import StepKernels, step_kernels
 from meshnet_node.weight_packing import held_as
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class TorchModelShard:
         self._running = threading.Lock()
         self._closed = False
         self._compiled: tuple[CompiledLayer, ...] = ()
+        self._kernels: StepKernels | None = None
         self.step_warm_up: StepWarmUp | None = None
         view = self._view(layers.start)
         self._costs = StateCosts(layers, measured_costs(view, self._one_position()))
@@ -209,7 +211,28 @@ class TorchModelShard:
             for view in self._views.values():
                 self._put_step(view)
 
+    def use_kernels(self, find: Callable[[], StepKernels | None] = step_kernels) -> None:
+        """Take decode steps that need not be exact through C kernels, where layers can be run so and there are some.
+
+        Args:
+            find: builds them where need be; asked only where layers may be run so.
+        """
+        kernels = find() if self._view(self.layers.start).may_run_native else None
+        if kernels is None:
+            return
+        with self._running, self._views_lock:
+            self._kernels = kernels
+            for view in self._views.values():
+                view.use_kernels(kernels)
+
+    @property
+    def runs_native(self) -> bool:
+        """Whether decode steps go through kernels of C."""
+        return self._view(self.layers.start).native is not None
+
     def _put_step(self, view: LayerView) -> None:
+        if self._kernels is not None:
+            view.use_kernels(self._kernels)
         if self._compiled:
             ours = self._compiled[view.layers.start - self.layers.start :]
             view.step = CompiledStep(view, ours, view.look_at_cancel)
@@ -234,7 +257,7 @@ class TorchModelShard:
             self._closed = True
             self._compiled = ()
             for view in self._views.values():
-                view.step = None
+                view.step = view.native = None
             for model in (self._model, *(view.model for view in self._views.values())):
                 for module in model.modules():
                     module._parameters.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -45,6 +46,11 @@ class PackedLinear(nn.Module):
             inputs = inputs.contiguous()  # the kernel reads rows as if they had no gaps between them
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
         return product
+
+    def product_of_few(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """:meth:`forward` for dense rows, ``[n, in_features]``; holds the tensors, whatever becomes of the module."""
+        weight, bias, product = self.weight, self.bias, torch.ops.mkldnn._linear_pointwise.default
+        return lambda inputs: product(inputs, weight, bias, "none", [], "")
 
     __call__ = forward  # nobody hangs hooks on it, and looking for them costs a tenth of a small product
 

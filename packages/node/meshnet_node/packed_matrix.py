@@ -8,7 +8,7 @@ Knows no files or models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -114,7 +114,11 @@ def _for_planes(inputs: torch.Tensor) -> torch.Tensor:
 
 
 class PackedMatrix(nn.Module):
-    """One such matrix as a module. Empty until :meth:`fill` has had all its rows."""
+    """One such matrix as a module. Empty until :meth:`fill` has had all its rows.
+
+    Attributes:
+        is_whole: whether a product of a few rows is torch's alone: one plane, and no rows that only fill a block.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -144,6 +148,14 @@ class PackedMatrix(nn.Module):
         if self.is_whole and inputs.shape[0] <= _FEW:  # a step's, without what it takes to look at it once more
             return _int4_product(inputs.contiguous(), self.codes, GROUP, self.scales)  # type: ignore[no-any-return]
         return self.held.product(inputs)
+
+    def product_of_few(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """:meth:`product` for up to some tens of dense rows, without looking at anything; for one that `is_whole`.
+
+        Holds the tensors, whatever becomes of the module.
+        """
+        codes, scales, product = self.codes, self.scales, torch._weight_int4pack_mm_for_cpu  # the shortest way to it
+        return lambda inputs: product(inputs, codes, GROUP, scales)
 
     def take(self, indices: torch.Tensor) -> torch.Tensor:
         """See :class:`Packed`."""

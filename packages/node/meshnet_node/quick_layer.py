@@ -32,7 +32,7 @@ _MLP_PARTS = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
 
 
 def quicken(base: Any, attn_implementation: str | None) -> None:
-    """Put quick modules in the place of a model's decoder layers and of its rope, if all layers have this form.
+    """Put quick modules in the place of a model's decoder layers, rope and last norm, if all layers have this form.
 
     Args:
         base: the module that has ``layers`` and ``rotary_emb``, filled, without gradients; weights that are joined are
@@ -44,6 +44,8 @@ def quicken(base: Any, attn_implementation: str | None) -> None:
         for name in [name for name, _ in base.layers.named_children()]:
             base.layers.register_module(name, QuickLayer(base.layers.get_submodule(name)))
         base.rotary_emb = QuickRope(base.rotary_emb)
+        if not isinstance(base.norm, nn.Identity):
+            base.norm = RmsNorm(base.norm)
 
 
 def attention_of(config: Any) -> Attend:
@@ -150,6 +152,9 @@ class QuickAttention(nn.Module):
     Attributes:
         layer_idx: of its slot in a cache.
         config, num_key_value_groups, is_causal, scaling: what transformers' attention functions look at.
+        heads, key_heads, width: how many of queries and of keys, and how wide each is.
+        turns: whether rope is applied.
+        eps: of the norms of heads; None where there are none.
     """
 
     head_norm: torch.Tensor
@@ -162,15 +167,15 @@ class QuickAttention(nn.Module):
         self.num_key_value_groups: int = own.num_key_value_groups
         self.is_causal: bool = own.is_causal
         self.scaling: float = own.scaling
-        self._width: int = own.head_dim
-        self._queries: int = own.q_proj.out_features // own.head_dim
-        self._keys: int = own.k_proj.out_features // own.head_dim
-        self._turns: bool = getattr(own, "use_rope", True)
+        self.width: int = own.head_dim
+        self.heads: int = own.q_proj.out_features // own.head_dim
+        self.key_heads: int = own.k_proj.out_features // own.head_dim
+        self.turns: bool = getattr(own, "use_rope", True)
         self.qkv_proj = joined([own.q_proj, own.k_proj, own.v_proj])
         self.o_proj = own.o_proj
         norms = [getattr(own, name, None) for name in ("q_norm", "k_norm")]
-        self._eps: float | None = None if norms[0] is None else norms[0].variance_epsilon
-        weight = None if self._eps is None else _for_heads(norms, (self._queries, self._keys))
+        self.eps: float | None = None if norms[0] is None else norms[0].variance_epsilon
+        weight = None if self.eps is None else _for_heads(norms, (self.heads, self.key_heads))
         self.register_buffer("head_norm", weight, persistent=False)
         self._own: tuple[Any, ...] = ()
 
@@ -188,13 +193,13 @@ class QuickAttention(nn.Module):
     ) -> torch.Tensor:
         """``[rows, count, hidden]`` -> the same, a tensor of its own."""
         rows, count, _ = normed.shape
-        width, queries, turning = self._width, self._queries, self._queries + self._keys
+        width, queries, turning = self.width, self.heads, self.heads + self.key_heads
         project, project_out = self._own
         heads = project(normed).view(rows, count, -1, width)
         turned = heads[:, :, :turning]
-        if self._eps is not None:
-            turned = functional.rms_norm(turned, (width,), None, self._eps).mul_(self.head_norm)
-        if self._turns:
+        if self.eps is not None:
+            turned = functional.rms_norm(turned, (width,), None, self.eps).mul_(self.head_norm)
+        if self.turns:
             turned = _turn(turned, *turns)
         query = turned[:, :, :queries].transpose(1, 2)
         key, value = turned[:, :, queries:].transpose(1, 2), heads[:, :, turning:].transpose(1, 2)

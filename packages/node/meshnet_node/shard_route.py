@@ -28,6 +28,7 @@ class ShardRoute:
         folder: a prepared model folder.
         split: which layers each shard holds.
         dtype, device, quantize: by name, as :func:`~meshnet_node.shard_loader.load_shard` takes them.
+        kernels: take steps through this machine's kernels, where it has some and layers can be run so.
 
     Attributes:
         dtype: what they compute in, and how weights are held.
@@ -37,9 +38,13 @@ class ShardRoute:
         MeshnetError: as ``load_shard``.
     """
 
-    def __init__(self, folder: Path, split: Split, *, dtype: str, device: str, quantize: str = "auto") -> None:
+    def __init__(
+        self, folder: Path, split: Split, *, dtype: str, device: str, quantize: str = "auto", kernels: bool = False
+    ) -> None:
         self._starts = split.starts
         self._shards = [load_shard(folder, held, dtype=dtype, device=device, quantize=quantize) for held in split.held]
+        for shard in self._shards if kernels else ():
+            shard.use_kernels()
         self.dtype = max((shard.dtype for shard in self._shards), key=len)  # one without packed layers is part of it
         self._wire_dtype = wire_dtype(shard.dtype for shard in self._shards)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from meshnet_node.cache_folder import default_cache_dir, writing_to_cache
 from meshnet_node.compiled_step import CompiledLayer, load_compiled
 from meshnet_node.cpu_threads import leave_core
 from meshnet_node.layer_sketch import LayerSketch
+from meshnet_node.processor_name import processor_name
 from meshnet_node.step_export import TracedLayer
 from meshnet_node.step_frames import StoppedError
 
@@ -86,12 +86,7 @@ def _processor(device: torch.device) -> str:
     """What code is made for: it may not run on another one that mounts the same folder."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        lines = []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.system()} {platform.machine()} {platform.processor()} {features}"
+    return processor_name()
 
 
 def _run_child(missing: Sequence[tuple[LayerSketch, Path]], stopped: Callable[[], bool]) -> None:

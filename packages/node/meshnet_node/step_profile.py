@@ -168,8 +168,14 @@ def _attention_marked(shard: TorchModelShard) -> Iterator[None]:
     for name, module in shard.named_modules():
         if _MIXER.fullmatch(name):
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    native = shard.whole_view().native
+    attentions = [] if native is None else native.attentions
+    for attention in attentions:
+        attention.run = record_function(ATTENTION)(attention.run)  # type: ignore[method-assign]
     try:
         yield
     finally:
+        for attention in attentions:
+            del attention.run  # what the class has is found again
         for handle in handles:
             handle.remove()

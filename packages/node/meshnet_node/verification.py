@@ -132,6 +132,7 @@ def verify(
     device: str = "auto",
     quantize: str = "auto",
     compile_layers: Compile | None = None,
+    kernels: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Verification:
     """Run all checks.
@@ -145,6 +146,7 @@ def verify(
         quantize: see :mod:`~meshnet_node.weight_choice`; packed weights are compared with packed ones.
         compile_layers: compiles decode steps, which all checks of a split then take; plain ones if not given. A split
             whose steps are refused fails :attr:`Check.COMPILE`, and its other checks run plain.
+        kernels: take steps through this machine's kernels, where it has some and layers can be run so.
 
     Raises:
         UnsupportedModelError: the model is not supported, or none of the splits.
@@ -165,7 +167,9 @@ def verify(
         gc.collect()  # the model or the shards before this: they hold themselves in cycles
         progress(f"loading {split}", first, total)
         try:
-            route = ShardRoute(folder, split, dtype=dtype_name(kind), device=str(on), quantize=quantize)
+            route = ShardRoute(
+                folder, split, dtype=dtype_name(kind), device=str(on), quantize=quantize, kernels=kernels
+            )
             checks = _SplitChecks(route, reference, compile_layers)
         except UnsupportedModelError as error:
             refused.append((split, error.message))

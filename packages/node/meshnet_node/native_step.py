@@ -1,0 +1,257 @@
+"""A step through quick layers whose small operations are C code: one position of one session, or of several.
+
+    product ── attend ── product ── add, norm ── product ── silu, mul ── product ── add, norm ── ...
+
+Products stay torch's, between them one call each (:mod:`meshnet_node.step_kernels`); a position's keys and values are
+written where the session's slots keep them. The sums are those of the quick layers themselves, but for attention, which
+rounds less. Knows no frames and no names of sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from meshnet_node.cpu_attention import attend
+from meshnet_node.growing_cache import GrowingLayer, GrowingWindowLayer
+from meshnet_node.native_embedding import native_embedding
+from meshnet_node.native_room import NativeRoom, RoomShape
+from meshnet_node.packed_linear import PackedLinear
+from meshnet_node.quantised_layers import QuantisedLinear
+from meshnet_node.quick_layer import QuickAttention, QuickLayer, QuickMlp, RmsNorm
+from meshnet_node.rope_table import RopeTable, Turn
+from meshnet_node.step_kernels import MOST_WIDTH, AttentionShape, StepKernels
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""bfloat16 ``[rows, in]`` -> ``[rows, out]``, dense and its own."""
+
+_FEW_THREADS = 2
+_FEW_VALUES = 1 << 18
+"""Up to so many threads, or values of a position's queries times positions, a kernel's one thread is the quicker."""
+
+
+def native_step(base: Any, layers: Sequence[nn.Module], cache: DynamicCache, kernels: StepKernels) -> NativeStep | None:
+    """The step of a view whose layers can be run so; None where they cannot.
+
+    Args:
+        base: the module that has them.
+        layers: in order.
+        cache: an empty one of theirs.
+        kernels: this machine's.
+    """
+    known = [layer for layer in layers if isinstance(layer, QuickLayer)]
+    if len(known) < max(1, len(layers)) or not all(map(_can_run, known)) or len(set(map(_shape_of, known))) > 1:
+        return None
+    if not all(type(slot) in {GrowingLayer, GrowingWindowLayer} for slot in cache.layers):
+        return None
+    return NativeStep(base, known, kernels)
+
+
+def _can_run(layer: QuickLayer) -> bool:
+    attention = layer.self_attn
+    norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
+    are_plain = all(weight.dtype is torch.bfloat16 and weight.device.type == "cpu" for weight in norms)
+    in_pairs = attention.width % 2 == 0 and attention.heads % attention.key_heads == 0
+    return are_plain and in_pairs and attention.width <= MOST_WIDTH
+
+
+def _shape_of(layer: QuickLayer) -> RoomShape:
+    mlp: Any = layer.mlp
+    gated = int(mlp.down_proj.in_features) if _is_gated(mlp) else 0
+    return RoomShape(layer.input_layernorm.weight.numel(), layer.self_attn.heads * layer.self_attn.width, gated)
+
+
+def _is_gated(mlp: nn.Module) -> bool:
+    """Whether it is ``down(silu(gate(x)) * up(x))``; whatever else stands there is called as it is."""
+    if not isinstance(mlp, QuickMlp):
+        return False
+    act = mlp.act_fn
+    return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"
+
+
+class NativeStep:
+    """See the module. Not for two threads at once.
+
+    Args:
+        base: of a view: has the embedding, rope, and the norm behind the layers; what is no norm stands for none.
+        layers: its own, in order, of one shape.
+        kernels: this machine's.
+    """
+
+    def __init__(self, base: Any, layers: Sequence[QuickLayer], kernels: StepKernels) -> None:
+        self._layers = [_NativeLayer(layer, kernels) for layer in layers]
+        self._norm = base.norm if isinstance(base.norm, RmsNorm) else None
+        self._embed = native_embedding(base.get_input_embeddings(), kernels)
+        self._rope = RopeTable(base.rotary_emb, layers[0].input_layernorm.weight)
+        self._kernels = kernels
+        self._shape = _shape_of(layers[0])
+        self._rooms: dict[int, NativeRoom] = {}
+
+    def run(
+        self,
+        inputs: torch.Tensor,
+        positions: Sequence[int],
+        caches: Sequence[DynamicCache],
+        look: Callable[[], None],
+    ) -> torch.Tensor:
+        """All layers, and the norm behind them.
+
+        Args:
+            inputs: a row for each session: token ids, int64 ``[rows, 1]``, or hidden states, bfloat16 ``[rows, 1,
+                hidden]``; not changed.
+            positions: of each, how many came before; at least 1.
+            caches: of each, filled with exactly as many.
+            look: called before each layer; may raise.
+
+        Returns:
+            Hidden states ``[rows, 1, hidden]``.
+        """
+        rows = len(caches)
+        if rows not in self._rooms:
+            self._rooms[rows] = NativeRoom(rows, self._shape)
+        room = self._rooms[rows]
+        turns = self._rope.at(positions)
+        hidden = self._embed(inputs) if inputs.dim() == 2 else inputs
+        residual = hidden.reshape(rows, -1).contiguous()
+        branch = None
+        for number, layer in enumerate(self._layers):
+            look()
+            residual, branch = layer.run(residual, branch, room, turns, [cache.layers[number] for cache in caches])
+        return self._ended(residual, branch).view_as(hidden)
+
+    @property
+    def attentions(self) -> list[NativeAttention]:
+        """Of each layer, for who wants to see them run."""
+        return [layer.attention for layer in self._layers]
+
+    def _ended(self, residual: torch.Tensor, branch: torch.Tensor | None) -> torch.Tensor:
+        if branch is None:
+            raise ValueError("a view without layers has no step")
+        rows = len(residual)
+        if self._norm is None:
+            self._kernels.add(branch.data_ptr(), residual.data_ptr(), residual.numel())
+            return branch
+        out = torch.empty_like(residual)
+        weight = self._norm.weight.data_ptr()
+        self._kernels.add_norm(
+            branch.data_ptr(), residual.data_ptr(), weight, out.data_ptr(), rows, self._shape.hidden, self._norm.eps
+        )
+        return out
+
+
+class _NativeLayer:
+    """One layer. What it gives is left as two summands, since the next one's sum and norm are one call."""
+
+    def __init__(self, layer: QuickLayer, kernels: StepKernels) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._kernels = kernels
+        self._norms = (layer.input_layernorm, layer.post_attention_layernorm)  # hold what the addresses are of
+        self._weight_at, self._second_weight_at = (norm.weight.data_ptr() for norm in self._norms)
+        self._eps, self._second_eps = (norm.eps for norm in self._norms)
+        self.attention = NativeAttention(attention, kernels)
+        self._project, self._project_out = product_of(attention.qkv_proj), product_of(attention.o_proj)
+        self._mlp: Product = _as_rows(mlp)
+        self._project_gates: Product | None = None
+        if isinstance(mlp, QuickMlp) and _is_gated(mlp):
+            self._project_gates, self._mlp = product_of(mlp.gate_up_proj), product_of(mlp.down_proj)
+
+    def run(
+        self,
+        residual: torch.Tensor,
+        branch: torch.Tensor | None,
+        room: NativeRoom,
+        turns: Sequence[Turn],
+        slots: Sequence[Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From two summands ``[rows, hidden]`` of the hidden states, the second or none, to two others.
+
+        Args:
+            residual: not changed.
+            branch: its own; its memory is used.
+            room: for so many rows.
+            turns: of each session's position.
+            slots: of each session, for this layer.
+        """
+        kernels, rows, width = self._kernels, room.rows, room.shape.hidden
+        if branch is None:
+            kernels.norm(residual.data_ptr(), self._weight_at, room.normed_at, rows, width, self._eps)
+        else:
+            own = branch.data_ptr()
+            kernels.add_norm(own, residual.data_ptr(), self._weight_at, room.normed_at, rows, width, self._eps)
+            residual = branch
+        self.attention.run(self._project(room.normed), room, turns, slots)
+        out = self._project_out(room.attended)
+        kernels.add_norm(
+            *(out.data_ptr(), residual.data_ptr(), self._second_weight_at, room.normed_at),
+            *(rows, width, self._second_eps),
+        )
+        if self._project_gates is None:
+            return out, self._mlp(room.normed)
+        gates = self._project_gates(room.normed)
+        kernels.silu_mul(gates.data_ptr(), room.gated_at, rows, room.shape.gated)
+        return out, self._mlp(room.gated)
+
+
+class NativeAttention:
+    """The attention of one layer, without its products."""
+
+    def __init__(self, attention: QuickAttention, kernels: StepKernels) -> None:
+        self._module = attention
+        self._heads, self._width, self._scaling = attention.heads, attention.width, attention.scaling
+        self._head_norm = None if attention.eps is None else attention.head_norm.contiguous()
+        self._shape = AttentionShape(
+            None if self._head_norm is None else self._head_norm.data_ptr(),
+            *(attention.heads, attention.key_heads, attention.width, attention.turns),
+            *(attention.scaling, attention.eps or 0.0),
+        )
+        self._row_bytes = (attention.heads + 2 * attention.key_heads) * attention.width * 2
+        self._out_bytes = attention.heads * attention.width * 2
+        self._like = torch.empty(1, attention.key_heads, 1, attention.width, dtype=torch.bfloat16)
+        self._attend = kernels.attend
+
+    def run(self, projected: torch.Tensor, room: NativeRoom, turns: Sequence[Turn], slots: Sequence[Any]) -> None:
+        """From queries, keys and values ``[rows, ...]``, which are changed, to ``room.attended``."""
+        at, out_at = projected.data_ptr(), room.attended_at
+        for row, (turn, slot) in enumerate(zip(turns, slots, strict=True)):
+            keys, values = slot.reserve(self._like, self._like)
+            positions = keys.shape[2]
+            here = positions * self._heads * self._width <= _FEW_VALUES or torch.get_num_threads() <= _FEW_THREADS
+            self._attend(
+                *(self._shape, at, *turn, keys.data_ptr(), values.data_ptr()),
+                *(keys.stride(1), values.stride(1), positions),
+                *(room.scores_at(positions) if here else None, out_at if here else None),
+            )
+            if not here:
+                self._attend_with_torch(projected[row], keys, values, room.attended[row])
+            at, out_at = at + self._row_bytes, out_at + self._out_bytes
+
+    def _attend_with_torch(
+        self, projected: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """With all threads, where there is enough to do for them; the queries are normed and turned."""
+        query = projected[: self._heads * self._width].view(1, self._heads, 1, self._width)
+        found, _ = attend(self._module, query, keys, values, None, scaling=self._scaling)
+        out.copy_(found.reshape(-1))
+
+
+def product_of(module: nn.Module) -> Product:
+    """A module's product, by the shortest way for a few rows. Holds its weights, whatever becomes of the module."""
+    if isinstance(module, QuantisedLinear) and module.bias is None and module.matrix.is_whole:
+        return module.matrix.product_of_few()
+    if isinstance(module, PackedLinear):
+        return module.product_of_few()
+    return _as_rows(module)
+
+
+def _as_rows(module: nn.Module) -> Product:
+    """``module``, which takes ``[rows, 1, in]``, over ``[rows, in]``."""
+
+    def product(inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = module(inputs.unsqueeze(1))
+        return out.reshape(len(inputs), -1).contiguous()
+
+    return product

@@ -1,0 +1,190 @@
+"""The C code of decode steps: what it computes, against torch's bits or double precision; and where there is none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from meshnet_core.errors import UnsupportedModelError
+from meshnet_node import step_kernels as module
+from meshnet_node.step_kernels import MOST_HEADS, AttentionShape, StepKernels, check, compiler, step_kernels
+
+BFLOAT16 = torch.bfloat16
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler on the path")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> StepKernels:
+    found = step_kernels()
+    assert found is not None
+    return found
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    """Values of many sizes, in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 4 ** torch.randn(shape, generator=generator)).to(BFLOAT16)
+
+
+@needs_compiler
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 700), st.integers(0, 1000))
+def test_sums_norms_and_gates_have_torchs_bits(kernels: StepKernels, rows: int, width: int, seed: int) -> None:
+    inputs, other, weight = drawn(seed, rows, width), drawn(seed + 1, rows, width), drawn(seed + 2, width)
+    out, summed = torch.empty_like(inputs), inputs.clone()
+    kernels.norm(inputs.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, 1e-5)
+    close_to_bits(out, functional.rms_norm(inputs, (width,), None, 1e-5) * weight)
+    kernels.add_norm(summed.data_ptr(), other.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, 1e-6)
+    assert torch.equal(summed, inputs + other)
+    close_to_bits(out, functional.rms_norm(summed, (width,), None, 1e-6) * weight)
+    gates = drawn(seed + 3, rows, 2 * width)
+    kernels.silu_mul(gates.data_ptr(), out.data_ptr(), rows, width)
+    close_to_bits(out, functional.silu(gates[:, :width]) * gates[:, width:])
+
+
+def close_to_bits(ours: torch.Tensor, torchs: torch.Tensor) -> None:
+    """The same, but where a sum in another order rounds to the neighbour."""
+    assert (ours == torchs).double().mean() >= 0.99 or ours.numel() < 100
+    torch.testing.assert_close(ours.float(), torchs.float(), rtol=2**-6, atol=1e-30)
+
+
+@needs_compiler
+def test_what_is_no_number_and_what_is_too_large_stay_so(kernels: StepKernels) -> None:
+    odd = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf"), 3e38, -0.0, 1e-39], dtype=BFLOAT16)
+    odd[0].view(torch.int16).fill_(0x7FFF)  # all bits of the fraction set: rounding must not carry it over
+    summed = odd.clone()
+    kernels.add(summed.data_ptr(), odd.data_ptr(), odd.numel())
+    torch.testing.assert_close(summed, odd + odd, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.sampled_from((2, 24, 64, 80, 128)),
+    st.integers(1, 300),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_attention_is_that_of_double_precision(
+    kernels: StepKernels,
+    key_heads: int,
+    sharing: int,
+    width: int,
+    positions: int,
+    normed: bool,
+    turned: bool,
+    seed: int,
+) -> None:
+    heads = key_heads * sharing
+    projected = torch.randn(heads + 2 * key_heads, width, generator=torch.Generator().manual_seed(seed)).to(BFLOAT16)
+    keys, values = (drawn(seed + each, key_heads, positions + 2, width).clamp(-3, 3) for each in (1, 2))
+    norm = drawn(seed + 3, heads + key_heads, width).clamp(-1, 1)
+    angles = torch.randn(width // 2, generator=torch.Generator().manual_seed(seed + 4))
+    cosines, sines = angles.cos().repeat(2).to(BFLOAT16), torch.cat([-angles.sin(), angles.sin()]).to(BFLOAT16)
+    asked = projected.clone()
+    turning = asked[: heads + key_heads]
+    if normed:
+        turning = functional.rms_norm(turning, (width,), None, 1e-6) * norm
+    if turned:
+        turning = (turning * cosines) + turning.roll(width // 2, -1) * sines
+    query, key, value = turning[:heads], turning[heads:], asked[heads + key_heads :]
+    past = [each.clone() for each in (keys, values)]
+    past[0][:, positions - 1], past[1][:, positions - 1] = key, value
+    expected = functional.scaled_dot_product_attention(
+        query.double().view(1, heads, 1, width),
+        *(each[:, :positions].double().repeat_interleave(sharing, 0).unsqueeze(0) for each in past),
+        scale=0.2,
+    ).view(heads, width)
+
+    found, scores = torch.empty(heads, width, dtype=BFLOAT16), torch.empty(MOST_HEADS * positions)
+    shape = AttentionShape(norm.data_ptr() if normed else None, heads, key_heads, width, turned, 0.2, 1e-6)
+    kernels.attend(
+        *(shape, projected.data_ptr(), cosines.data_ptr(), sines.data_ptr(), keys.data_ptr(), values.data_ptr()),
+        *(keys.stride(0), values.stride(0), positions, scores.data_ptr(), found.data_ptr()),
+    )
+    # A norm that rounds to the neighbour moves one query or key by a last place.
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(keys.float(), past[0].float(), rtol=2**-6, atol=1e-30)
+    assert torch.equal(values, past[1])
+
+
+@needs_compiler
+def test_without_a_place_for_it_attention_is_left_out(kernels: StepKernels) -> None:
+    shape = AttentionShape(None, 2, 1, 8, 0, 1.0, 0.0)
+    projected, keys, values = drawn(0, 4, 8), torch.zeros(1, 3, 8).to(BFLOAT16), torch.zeros(1, 3, 8).to(BFLOAT16)
+    addresses = (projected.data_ptr(), None, None, keys.data_ptr(), values.data_ptr())
+    kernels.attend(shape, *addresses, keys.stride(0), values.stride(0), 3, None, None)
+    assert torch.equal(keys[0, 2], projected[2])
+    assert torch.equal(values[0, 2], projected[3])
+    assert not keys[0, :2].any()
+
+
+@needs_compiler
+def test_what_was_built_is_kept_for_a_compiler_and_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHNET_CACHE", str(tmp_path))
+    first = module._built()
+    monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
+    assert module._built() == first
+    monkeypatch.setattr(module, "processor_name", lambda: "another")
+    with pytest.raises(pytest.fail.Exception, match="built again"):
+        module._built()
+
+
+def test_without_a_compiler_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MESHNET_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with caplog.at_level(logging.INFO):
+        assert step_kernels.__wrapped__() is None
+    assert "there is no C compiler on the path" in caplog.text
+
+
+def test_a_compiler_that_fails_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "my-cc"
+    broken.write_text("#!/bin/sh\necho 'no such machine' >&2\nexit 1\n", "utf-8")
+    broken.chmod(0o700)
+    monkeypatch.setenv("MESHNET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", str(broken))
+    with caplog.at_level(logging.INFO):
+        assert step_kernels.__wrapped__() is None
+    assert f"{broken} cannot build them: no such machine" in caplog.text
+    assert not list((tmp_path / "cache" / "kernels").iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("was", "becomes", "said"),
+    [
+        ("/ (float)width + eps", "/ (float)width + 0.1f", "another norm than torch"),
+        ("narrow(wide(x[i]) + wide(other[i]))", "narrow(wide(x[i]) - wide(other[i]))", "another sum than torch"),
+        ("1.0f + exponential(-x)", "1.0f + exponential(x)", "another gate than torch"),
+        ("weights[at] - most[head]", "0.5f * weights[at]", "another attention than torch"),
+        ("(int64_t)(positions - 1) * width", "(int64_t)positions * width", "another new keys and values than torch"),
+    ],
+)
+def test_code_that_computes_something_else_is_not_used(
+    was: str, becomes: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = module.SOURCE.read_text("utf-8")
+    assert was in text
+    altered = tmp_path / "altered.c"
+    altered.write_text(text.replace(was, becomes), "utf-8")
+    monkeypatch.setenv("MESHNET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "SOURCE", altered)
+    kernels = StepKernels(module._built())
+    with pytest.raises(UnsupportedModelError, match=said):
+        check(kernels)
+    assert step_kernels.__wrapped__() is None
