@@ -26,6 +26,7 @@ from meshnet_core.stream_transport import StreamTransport
 from meshnet_core.wire_form import WireForm
 from meshnet_node.frame_schedule import Sequences, greedy_answer, in_steps, without_state
 from meshnet_node.model_files import open_model
+from meshnet_node.step_kernels import compiler
 from meshnet_node.step_warm_up import StepState, StepWarmUp
 from meshnet_node.unsplit_model import UnsplitModel
 from prefix_chat import HOLDING
@@ -95,28 +96,32 @@ def whole_of(folder: Path, quantize: str) -> UnsplitModel:
 
 
 LONG = pytest.mark.long
+NATIVE = pytest.mark.skipif(compiler() is None, reason="no C compiler on the path")
 
 
 @pytest.mark.parametrize(
-    ("family", "quantize", "form", "compiled"),
+    ("family", "quantize", "form", "steps"),
     [
-        ("llama", "int4", WireForm.STREAM, False),
-        ("mistral", "int8", None, False),
-        ("qwen3_5_text", "int4", None, False),
-        ("lfm2", "int8", None, True),
-        pytest.param("llama", "int8", WireForm.HTTP, True, marks=LONG),
-        pytest.param("mistral", "int4", WireForm.STREAM, True, marks=LONG),
-        pytest.param("gemma3_text", "int8", None, False, marks=LONG),
-        pytest.param("lfm2", "int4", WireForm.HTTP, False, marks=LONG),
-        pytest.param("qwen3_5_text", "int8", WireForm.STREAM, True, marks=LONG),
-        pytest.param("qwen3_next", "int4", None, False, marks=LONG),
-        pytest.param("qwen3_next", "int8", WireForm.STREAM, True, marks=LONG),
-        pytest.param("Q4_1", "auto", WireForm.STREAM, False, marks=LONG),
-        pytest.param("Q4_1", "auto", None, True, marks=LONG),
+        pytest.param("llama", "int4", WireForm.STREAM, "native", marks=NATIVE),
+        ("mistral", "int8", None, "plain"),
+        ("qwen3_5_text", "int4", None, "plain"),
+        ("lfm2", "int8", None, "compiled"),
+        pytest.param("llama", "int4", WireForm.STREAM, "plain", marks=LONG),
+        pytest.param("llama", "int8", WireForm.HTTP, "compiled", marks=LONG),
+        pytest.param("mistral", "int4", WireForm.STREAM, "compiled", marks=LONG),
+        pytest.param("mistral", "int8", WireForm.STREAM, "native", marks=[LONG, NATIVE]),
+        pytest.param("gemma3_text", "int8", None, "plain", marks=LONG),
+        pytest.param("lfm2", "int4", WireForm.HTTP, "plain", marks=LONG),
+        pytest.param("qwen3_5_text", "int8", WireForm.STREAM, "compiled", marks=LONG),
+        pytest.param("qwen3_next", "int4", None, "plain", marks=LONG),
+        pytest.param("qwen3_next", "int8", WireForm.STREAM, "compiled", marks=LONG),
+        pytest.param("Q4_1", "auto", WireForm.STREAM, "plain", marks=LONG),
+        pytest.param("Q4_1", "auto", WireForm.STREAM, "native", marks=[LONG, NATIVE]),
+        pytest.param("Q4_1", "auto", None, "compiled", marks=LONG),
     ],
 )
 async def test_answers_are_those_of_the_whole_packed_model(
-    family: str, quantize: str, form: WireForm | None, compiled: bool, tmp_path: Path
+    family: str, quantize: str, form: WireForm | None, steps: str, tmp_path: Path
 ) -> None:
     folder = folder_of(family, tmp_path)
     whole, transport = whole_of(folder, quantize), AllBegin()
@@ -127,7 +132,9 @@ async def test_answers_are_those_of_the_whole_packed_model(
         )
         for backend in mesh.backends:
             assert backend.dtype.startswith("bfloat16+int")
-            if compiled:
+            if steps == "native":
+                backend.use_kernels()
+            if steps == "compiled":
                 warm_up = StepWarmUp(backend, trace_layers, is_worth=lambda _found: True, sleep=lambda _seconds: None)
                 warm_up.run()
                 assert warm_up.status.state is StepState.READY, warm_up.status.detail
@@ -135,7 +142,9 @@ async def test_answers_are_those_of_the_whole_packed_model(
             await running.enter_async_context(on_sockets(mesh, transport, form))
         hold_first_step(mesh, transport)
         found = judge(whole, await two_turns(mesh, whole))
-        assert [backend.whole_view().step is not None for backend in mesh.backends] == [compiled] * 2
+        views = [backend.whole_view() for backend in mesh.backends]
+        assert [view.step is not None for view in views] == [steps == "compiled"] * 2
+        assert [view.native is not None for view in views] == [steps == "native"] * 2
         if form is WireForm.STREAM:
             assert isinstance(transport.wire, StreamTransport)
             assert set(transport.at.values()) == {url for url, _ in transport.wire._streams}  # none took posts

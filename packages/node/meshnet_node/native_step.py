@@ -44,7 +44,9 @@ def native_step(base: Any, layers: Sequence[nn.Module], cache: DynamicCache, ker
         kernels: this machine's.
     """
     known = [layer for layer in layers if isinstance(layer, QuickLayer)]
-    if len(known) < max(1, len(layers)) or not all(map(_can_run, known)) or len(set(map(_shape_of, known))) > 1:
+    if len(known) < max(1, len(layers)) or not all(map(_can_run, known)):
+        return None
+    if len({_shape_of(layer)._replace(gated=0) for layer in known}) > 1 or len(_gated_widths(known)) > 1:
         return None
     if not all(type(slot) in {GrowingLayer, GrowingWindowLayer} for slot in cache.layers):
         return None
@@ -65,6 +67,10 @@ def _shape_of(layer: QuickLayer) -> RoomShape:
     return RoomShape(layer.input_layernorm.weight.numel(), layer.self_attn.heads * layer.self_attn.width, gated)
 
 
+def _gated_widths(layers: Sequence[QuickLayer]) -> set[int]:
+    return {_shape_of(layer).gated for layer in layers} - {0}
+
+
 def _is_gated(mlp: nn.Module) -> bool:
     """Whether it is ``down(silu(gate(x)) * up(x))``; whatever else stands there is called as it is."""
     if not isinstance(mlp, QuickMlp):
@@ -78,7 +84,7 @@ class NativeStep:
 
     Args:
         base: of a view: has the embedding, rope, and the norm behind the layers; what is no norm stands for none.
-        layers: its own, in order, of one shape.
+        layers: its own, in order, of one shape; some may have experts.
         kernels: this machine's.
     """
 
@@ -88,7 +94,7 @@ class NativeStep:
         self._embed = native_embedding(base.get_input_embeddings(), kernels)
         self._rope = RopeTable(base.rotary_emb, layers[0].input_layernorm.weight)
         self._kernels = kernels
-        self._shape = _shape_of(layers[0])
+        self._shape = _shape_of(layers[0])._replace(gated=max(_gated_widths(layers), default=0))
         self._rooms: dict[int, NativeRoom] = {}
 
     def run(

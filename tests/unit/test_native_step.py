@@ -1,0 +1,298 @@
+"""Native steps against the quick layers that they stand for: every family that has those, alone and together."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
+
+from meshnet_core.layer_range import LayerRange
+from meshnet_node import native_step, rope_table
+from meshnet_node.family_support import FAMILIES
+from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
+from meshnet_node.model_backend import TorchModelShard
+from meshnet_node.quick_layer import QuickRope
+from meshnet_node.rope_table import RopeTable
+from meshnet_node.shard_loader import load_shard
+from meshnet_node.step_kernels import compiler, step_kernels
+from tiny_models import VOCAB, num_layers, save_tiny
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(compiler() is None, reason="no C compiler on the path"),
+]
+QUICK = [name for name, family in FAMILIES.items() if family.quick]
+FRAMES = (
+    20,
+    7,
+    *[1] * 8,
+    3,
+    *[1] * 8,
+)  # chunks, steps, drafts between them; windows are of 11 positions
+LENGTHS, STEPS = (5, 17, 30, 1), 14
+WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32}
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Callable[..., TorchModelShard]:
+    def load(family: str, dtype: str = "bfloat16", quantize: str = "auto", **settings: object) -> TorchModelShard:
+        """The whole model as one shard; its weights are bfloat16's in every dtype."""
+        folder = tmp_path / family
+        if not folder.exists():
+            (file,) = save_tiny(family, folder, **settings).glob("*.safetensors")
+            weights = {name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}
+            save_file(weights, file, metadata={"format": "pt"})
+        layers = LayerRange(0, num_layers(family))
+        return load_shard(folder, layers, dtype=dtype, device="cpu", quantize=quantize)
+
+    return load
+
+
+def seldom() -> bool:
+    return False
+
+
+def drawn(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def run(view: LayerView, *, plain: bool = False) -> torch.Tensor:
+    """Logits ``[positions, vocab]`` of one session in `FRAMES`."""
+    cache, position, logits = view.new_cache(), 0, []
+    ids = drawn(sum(FRAMES), seed=1)
+    for count in FRAMES:
+        frame = ids[:, position : position + count]
+        logits.append(
+            view.forward(frame, position=position, cache=cache, sample=count, cancelled=seldom, plain=plain)[0]
+        )
+        position += count
+    return torch.cat(logits)
+
+
+def assert_near(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """Whether ``ours`` is as near to float32's logits as the plain steps' are: in the middle, since rounding may send a
+    position to other experts.
+    """
+    by_rounding = float((plain.float() - exact).abs().median())
+    assert 0.0001 < by_rounding < 0.1
+    assert float((ours.float() - exact).abs().median()) <= 1.2 * by_rounding
+
+
+def assert_native(shard: TorchModelShard, exact: TorchModelShard) -> None:
+    """Whether native steps give what the shard's layers do; it has none yet."""
+    view = shard.whole_view()
+    plain = run(view)
+    shard.use_kernels()
+    assert shard.runs_native
+    assert_near(run(view), plain, run(exact.whole_view()))
+
+
+def counted(view: LayerView, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each native step that the view runs from now on."""
+    native, rows = view.native, []
+    assert native is not None
+    own = native.run
+
+    def noting(inputs: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        rows.append(len(inputs))
+        return own(inputs, *arguments)
+
+    monkeypatch.setattr(native, "run", noting)
+    return rows
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_the_logits_are_those_of_quick_layers(
+    family: str, shards: Callable[..., TorchModelShard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = shards(family)
+    plain = run(shard.whole_view())
+    assert not shard.runs_native
+    assert_native(shard, shards(family, "float32"))
+    rows = counted(shard.whole_view(), monkeypatch)
+    run(shard.whole_view())
+    assert rows == [1] * FRAMES.count(1)
+    assert torch.equal(run(shard.whole_view(), plain=True), plain)
+    assert len(rows) == FRAMES.count(1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "smollm3", "mixtral"])
+@torch.inference_mode()
+def test_sessions_together_answer_as_each_alone(
+    family: str, shards: Callable[..., TorchModelShard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = shards(family)
+    view = shard.whole_view()
+    ids = [drawn(length + STEPS, seed=length) for length in LENGTHS]
+
+    def opened() -> list[DynamicCache]:
+        caches = [view.new_cache() for _ in LENGTHS]
+        for each, length, cache in zip(ids, LENGTHS, caches, strict=True):
+            view.forward(each[:, :length], position=0, cache=cache, sample=0, cancelled=seldom)
+        return caches
+
+    alone = [
+        torch.cat(
+            [
+                view.forward(each[:, [at]], position=at, cache=cache, sample=1, cancelled=seldom)[0]
+                for at in range(length, length + STEPS)
+            ]
+        )
+        for each, length, cache in zip(ids, LENGTHS, opened(), strict=True)
+    ]
+    exact = shards(family, "float32").whole_view()
+    whole = [exact.forward(each, position=0, cache=None, sample=STEPS, cancelled=seldom)[0] for each in ids]
+    shard.use_kernels()
+    rows, caches = counted(view, monkeypatch), opened()
+    found: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
+    for at in range(STEPS):
+        order = [(at + row) % len(LENGTHS) for row in range(len(LENGTHS))]  # rows change places
+        positions = [LENGTHS[each] + at for each in order]
+        logits = view.forward_together(
+            torch.cat([ids[each][:, [position]] for each, position in zip(order, positions, strict=True)]),
+            positions=positions,
+            caches=[caches[each] for each in order],
+            sample=True,
+            cancelled=seldom,
+        )
+        for each, row in zip(order, logits, strict=True):
+            found[each].append(row)
+    assert_near(torch.cat([row for rows in found for row in rows]), torch.cat(alone), torch.cat(whole))
+    assert rows == [len(LENGTHS)] * STEPS
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_packed_weights_are_multiplied_and_looked_up(quantize: str, shards: Callable[..., TorchModelShard]) -> None:
+    shard = shards("llama", quantize=quantize, **WIDE)
+    plain = run(shard.whole_view())
+    shard.use_kernels()
+    found = run(shard.whole_view())
+    assert not torch.equal(found, plain)
+    torch.testing.assert_close(found.float(), plain.float(), rtol=0, atol=0.25)
+    assert float((found.float() - plain.float()).abs().mean()) < 0.02
+
+
+def test_biases_and_gates_of_another_kind_are_kept(shards: Callable[..., TorchModelShard]) -> None:
+    settings = {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}
+    assert_native(shards("llama", **settings), shards("llama", "float32"))
+
+
+def test_with_many_threads_long_sessions_attend_by_torch(
+    shards: Callable[..., TorchModelShard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    own = native_step.attend
+
+    def noting(module: Any, query: torch.Tensor, key: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        asked.append(key.shape[2])
+        return own(module, query, key, *arguments, **options)
+
+    monkeypatch.setattr(native_step, "_FEW_THREADS", 0)
+    monkeypatch.setattr(native_step, "_FEW_VALUES", 0)
+    monkeypatch.setattr(native_step, "attend", noting)
+    assert_native(
+        shards("qwen3"), shards("qwen3", "float32")
+    )  # with norms of heads and rope, which the kernel applies before
+    assert set(asked) == {*range(28, 36), *range(39, 47)}
+
+
+@pytest.mark.parametrize("what", ["no rotation", "hidden states"])
+def test_a_step_that_is_wrong_is_seen(
+    what: str, shards: Callable[..., TorchModelShard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "no rotation":
+        at = RopeTable.at
+        monkeypatch.setattr(RopeTable, "at", lambda table, positions: at(table, [0 for _ in positions]))
+    else:
+        layer = native_step._NativeLayer.run
+        monkeypatch.setattr(
+            native_step._NativeLayer, "run", lambda own, residual, *rest: layer(own, residual * 1.05, *rest)
+        )
+    with pytest.raises(AssertionError):
+        assert_native(shards("llama"), shards("llama", "float32"))
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "float16"), ("gemma3_text", "bfloat16")])
+def test_other_shards_stay_as_they_are(family: str, dtype: str, shards: Callable[..., TorchModelShard]) -> None:
+    shard = shards(family, dtype)
+    shard.use_kernels()
+    assert not shard.runs_native
+
+
+def test_without_kernels_a_shard_stays_as_it_is(shards: Callable[..., TorchModelShard]) -> None:
+    shard = shards("llama")
+    shard.use_kernels(lambda: None)
+    assert not shard.runs_native
+
+
+def test_a_view_that_is_made_later_has_them_too(shards: Callable[..., TorchModelShard]) -> None:
+    shard = shards("llama")
+    shard.use_kernels()
+    assert shard._view(1).native is not None
+
+
+def test_a_step_that_is_cancelled_stops_between_layers(shards: Callable[..., TorchModelShard]) -> None:
+    shard = shards("llama")
+    shard.use_kernels()
+    view, cache, looks = shard.whole_view(), shard.whole_view().new_cache(), [False, True]
+    with torch.inference_mode():
+        view.forward(drawn(4, seed=0), position=0, cache=cache, sample=0, cancelled=seldom)
+        with pytest.raises(ForwardCancelledError):
+            view.forward(drawn(1, seed=1), position=4, cache=cache, sample=1, cancelled=lambda: looks.pop(0))
+    assert [slot.get_seq_length() for slot in cache.layers] == [5, *[4] * (len(cache.layers) - 1)]
+
+
+def test_a_shard_that_is_closed_lets_go_of_its_weights(shards: Callable[..., TorchModelShard]) -> None:
+    shard = shards("llama", quantize="int4", **WIDE)
+    shard.use_kernels()
+    run(shard.whole_view())
+    held = [weakref.ref(tensor) for _, module in shard.named_modules() for tensor in module.buffers(recurse=False)]
+    held += [weakref.ref(tensor) for _, module in shard.named_modules() for tensor in module.parameters(recurse=False)]
+    assert all(each() is not None for each in held)
+    shard.close()
+    gc.collect()
+    # What torch keeps of rope's frequencies is no weight.
+    assert sum(each() is not None for each in held) <= 2
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm3"])
+def test_ropes_table_is_rope(family: str, shards: Callable[..., TorchModelShard]) -> None:
+    view = shards(family).whole_view()
+    rope: QuickRope = view._base.rotary_emb
+    like = torch.zeros(1, 1, dtype=torch.bfloat16)
+    table = RopeTable(rope, like)
+    positions = [1, rope_table.BLOCK - 1, rope_table.BLOCK, 5, 3 * rope_table.BLOCK + 7]
+    given = table.at(positions)
+    for position, addresses in zip(positions, given, strict=True):
+        expected = rope(like, torch.tensor([[position]]))
+        for tensor, address in zip(expected, addresses, strict=True):
+            own = torch.frombuffer(_bytes_at(address, tensor.nbytes), dtype=torch.bfloat16)
+            assert torch.equal(own, tensor.flatten())
+
+
+def test_rope_that_depends_on_the_length_is_made_for_each_step(shards: Callable[..., TorchModelShard]) -> None:
+    rope: Any = shards("llama").whole_view()._base.rotary_emb
+    rope.rope.rope_type = "dynamic"
+    table = RopeTable(rope, torch.zeros(1, 1, dtype=torch.bfloat16))
+    asked: list[list[int]] = []
+    rope.register_forward_pre_hook(lambda _module, arguments: asked.append(arguments[1].flatten().tolist()))
+    table.at([4, 300])
+    table.at([5])
+    assert asked == [[4], [300], [5]]
+
+
+def _bytes_at(address: int, count: int) -> bytearray:
+    return bytearray(ctypes.string_at(address, count))
+
+
+def test_this_machines_kernels_are_made_once() -> None:
+    assert step_kernels() is step_kernels()
