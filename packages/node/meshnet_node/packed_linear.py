@@ -36,8 +36,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _LAID_FOR)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = nn.Parameter(laid_out(weight), requires_grad=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -57,6 +56,12 @@ class PackedLinear(nn.Module):
     def extra_repr(self) -> str:
         """For people."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def laid_out(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of ``weight``, ``[out_features, in_features]``, as oneDNN's product reads it; torch's own cannot."""
+    laid: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _LAID_FOR)
+    return laid
 
 
 def can_pack(dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -79,10 +84,10 @@ def pack_linears(model: nn.Module, *, keep: frozenset[str] = frozenset()) -> Non
         for name in [name for name, module in parent.named_children() if type(module) is nn.Linear]:
             linear = parent.get_submodule(name)
             weight, bias = linear.get_parameter("weight"), linear._parameters["bias"]
-            if name not in keep and _packs(weight, uses):
+            if name not in keep and uses[id(weight)] == 1 and is_worth_it(weight):
                 setattr(parent, name, PackedLinear(weight.detach(), bias))
 
 
-def _packs(weight: torch.Tensor, uses: Counter[int]) -> bool:
-    large = weight.numel() >= _LEAST_ELEMENTS
-    return large and weight.device.type == "cpu" and can_pack(weight.dtype) and uses[id(weight)] == 1
+def is_worth_it(weight: torch.Tensor) -> bool:
+    """Whether a matrix is on a CPU, large enough, and can be packed."""
+    return weight.numel() >= _LEAST_ELEMENTS and weight.device.type == "cpu" and can_pack(weight.dtype)

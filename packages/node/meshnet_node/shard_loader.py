@@ -41,6 +41,7 @@ from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
 from meshnet_node.device_memory import give_back
 from meshnet_node.family_support import Family, check_split, family_of, text_config_of
 from meshnet_node.huge_pages import into_huge_pages
+from meshnet_node.laid_out_experts import lay_out_experts
 from meshnet_node.layer_slicing import base_of, prune
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.packed_linear import pack_linears
@@ -174,6 +175,7 @@ class ShardPlan:
         if self._family.quick:
             quicken(base_of(model), model.config._attn_implementation)
         pack_linears(model, keep=self._family.reads_weights)
+        lay_out_experts(model)
         into_huge_pages(chain(model.parameters(), model.buffers()))
         with self._read_weights_are_refused():
             return TorchModelShard(model, self.layers, self._family)  # runs it once
