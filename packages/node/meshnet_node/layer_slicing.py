@@ -28,7 +28,7 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node.cpu_attention import STEP_ATTENTION, use_cpu_attention
 from meshnet_node.family_support import Family
 from meshnet_node.growing_cache import let_grow
-from meshnet_node.native_step import NativeStep, native_step
+from meshnet_node.native_step import MOST_ROWS, NativeStep, native_step
 from meshnet_node.quick_layer import QuickLayer, are_quick, attention_of
 from meshnet_node.ragged_attention import ragged_name
 from meshnet_node.ragged_cache import RaggedCache, can_be_ragged
@@ -97,7 +97,8 @@ class LayerView:
         config: the model's, describing only ``layers``.
         runs_together: whether :meth:`forward_together` can run.
         step: taken by frames of one position on a filled cache; None for the plain way.
-        native: likewise, where :attr:`step` does not, and by steps of several sessions together.
+        native: likewise, where :attr:`step` does not, by frames of a few positions, and by steps of several sessions
+            together.
         is_last: whether it projects to logits.
     """
 
@@ -199,10 +200,14 @@ class LayerView:
             ]
             return torch.cat(steps[-sample:], dim=1)  # all of them where sample is 0
         step = None
-        if cache is not None and not plain and seq_len == 1 and position > 0:
-            step = self.step if self.step is not None and self.step.takes(cache) else None
-            if step is None and self.native is not None:
-                return self._run_native(self.native, inputs, (position,), (cache,), sample, cancelled)
+        if cache is not None and not plain and position > 0:
+            if seq_len == 1 and self.step is not None and self.step.takes(cache):
+                step = self.step
+            elif self.native is not None and seq_len <= MOST_ROWS:
+                at = range(position, position + seq_len)
+                rows = inputs.transpose(0, 1)  # each position sees those before it in the session's own slots
+                found = self._run_native(self.native, rows, at, [cache] * seq_len, sample, cancelled)
+                return found.transpose(0, 1)
         positions = torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0)
         return self._run(inputs, positions, self._masks(seq_len), cache, sample, cancelled, step)
 
@@ -231,8 +236,8 @@ class LayerView:
             ForwardCancelledError: some layers of ``caches`` may have advanced, as after any other exception.
         """
         if self.native is not None:
-            output = self._run_native(self.native, inputs, positions, caches, int(sample), cancelled)
-            return output.reshape(len(positions), 1, output.shape[-1])
+            rows = len(positions) if sample else 0
+            return self._run_native(self.native, inputs, positions, caches, rows, cancelled)
         at = torch.tensor(positions, device=inputs.device).unsqueeze(1)
         cache = RaggedCache(caches)
         own = self.config._attn_implementation
@@ -304,11 +309,14 @@ class LayerView:
         sample: int,
         cancelled: Callable[[], bool],
     ) -> torch.Tensor:
-        """As :meth:`_run_step`."""
+        """Rows of one position each, of which the last ``sample`` are projected."""
         self._cancelled = cancelled
         try:
             hidden = native.run(inputs, positions, caches, self.look_at_cancel)
-            return self.model.lm_head(hidden) if sample else hidden
+            if not sample:
+                return hidden
+            logits: torch.Tensor = self.model.lm_head(hidden[-sample:])
+            return logits.reshape(sample, 1, logits.shape[-1])
         finally:
             self._cancelled = None
 

@@ -1,4 +1,5 @@
-"""A step through quick layers whose small operations are C code: one position of one session, or of several.
+"""A step through quick layers whose small operations are C code: one position of each of several sessions, or a few
+of one.
 
     product ── attend ── product ── add, norm ── product ── silu, mul ── product ── add, norm ── ...
 
@@ -28,6 +29,9 @@ from meshnet_node.step_kernels import MOST_WIDTH, AttentionShape, StepKernels
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """bfloat16 ``[rows, in]`` -> ``[rows, out]``, dense and its own."""
+
+MOST_ROWS = 17
+"""Positions of one session that are run as rows, one after the other through attention: a step's and its drafts'."""
 
 _FEW_THREADS = 2
 _FEW_VALUES = 1 << 18
@@ -107,10 +111,10 @@ class NativeStep:
         """All layers, and the norm behind them.
 
         Args:
-            inputs: a row for each session: token ids, int64 ``[rows, 1]``, or hidden states, bfloat16 ``[rows, 1,
-                hidden]``; not changed.
-            positions: of each, how many came before; at least 1.
-            caches: of each, filled with exactly as many.
+            inputs: rows, each of a session's next position; those of one session in order. Token ids, int64 ``[rows,
+                1]``, or hidden states, bfloat16 ``[rows, 1, hidden]``; not changed.
+            positions: of each row, how many came before; at least 1.
+            caches: of each row, filled with as many as came before the session's first.
             look: called before each layer; may raise.
 
         Returns:
