@@ -325,3 +325,23 @@ def test_a_session_is_known_until_it_is_over_for_good(store: CacheStore[Held]) -
     assert store.knows("a")
     store.release("a")
     assert not store.knows("a")
+
+
+def test_one_that_a_frame_runs_on_for_long_hides_no_other_that_has_expired(
+    store: CacheStore[Held], clock: ManualClock
+) -> None:
+    admit(store, "a", 10)
+    with store.lease(key("a"), 0):
+        admit(store, "b", 10)
+        clock.advance(LIMITS.ttl_s + 1)
+        admit(store, "c", 10)
+        assert names(store) == {"a", "c"}
+        assert miss(store, "b") is MissReason.EXPIRED
+
+
+def test_a_frame_that_needs_no_more_than_was_set_aside_takes_room_from_nobody(store: CacheStore[Held]) -> None:
+    admit(store, "a", 50)
+    admit(store, "b", 50)
+    for needs in (0, 50):
+        with store.lease(key("b"), 0, needs):
+            assert (names(store), store.nbytes) == ({"a", "b"}, 100)

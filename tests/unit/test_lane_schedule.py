@@ -86,6 +86,42 @@ def lane() -> Lane:
     return Lane()
 
 
+@pytest.mark.parametrize("batch", ["b", None])
+def test_a_step_taken_alone_leaves_what_one_that_waited_its_turn_does(batch: str | None) -> None:
+    taken: list[list[Taken[ScriptedJob]]] = [[], []]
+    lanes = [Lane(), Lane()]
+    for lane, takes in zip(lanes, taken, strict=True):
+        lane.put(step("a1", batch))
+        lane.run()
+        for name in ("a2", "a3"):
+            job = step(name, batch)
+            assert lane.schedule.is_only_for("a", lane.now)
+            if lane is lanes[0]:
+                takes.append(lane.schedule.take_alone("a", job, lane.now))
+            else:
+                lane.put(job)
+                takes.append(lane.take())
+            lane.now += lane.step_s
+            lane.schedule.ran(takes[-1], lane.step_s, lane.now)
+    assert taken[0] == taken[1]
+    assert lanes[0].schedule == lanes[1].schedule
+
+
+def test_a_lane_is_only_for_whose_steps_alone_ran_a_moment_ago(lane: Lane) -> None:
+    assert not lane.schedule.is_only_for("a", lane.now)
+    lane.put(step("a1"))
+    assert not lane.schedule.is_only_for("a", lane.now)
+    lane.run()
+    assert lane.schedule.is_only_for("a", lane.now)
+    assert not lane.schedule.is_only_for("b", lane.now)
+    lane.put(step("b1"))
+    lane.run()
+    assert not lane.schedule.is_only_for("a", lane.now)
+    lane.schedule.forget("b")
+    assert lane.schedule.is_only_for("a", lane.now)
+    assert not lane.schedule.is_only_for("a", lane.now + STEPS_LINGER_S)
+
+
 def test_an_empty_schedule_has_nothing_to_run(lane: Lane) -> None:
     assert lane.schedule.take(0.0) is None
     assert len(lane.schedule) == 0

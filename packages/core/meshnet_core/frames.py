@@ -83,6 +83,24 @@ class Frame:
         """Positions of the session that hold tokens of it for sure, once the frame has run: all but drafted ones."""
         return self.position + self.seq_len - len(self.draft)
 
+    def onward(self, start_layer: int, deadline_ms: int, body: bytes | bytearray | memoryview) -> Frame:
+        """The same positions on their way into the next hop. Field by field, in a third of the time of `replace`."""
+        return Frame(
+            self.session,
+            self.epoch,
+            self.hop_index + 1,
+            start_layer,
+            self.phase,
+            self.position,
+            self.seq_len,
+            self.sample,
+            deadline_ms,
+            self.cache,
+            body,
+            self.protocol,
+            self.draft,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class HopTiming:
@@ -94,6 +112,10 @@ class HopTiming:
     sample_ms: float = 0.0
     total_ms: float = 0.0  # from the frame's arrival to the reply's departure, later hops included
     sent_bytes: int = 0
+
+    def whole(self, total_ms: float, sent_bytes: int = 0) -> HopTiming:
+        """With what is known once the frame is answered."""
+        return HopTiming(self.hop_index, self.queue_ms, self.forward_ms, self.sample_ms, total_ms, sent_bytes)
 
     def to_wire(self) -> list[float]:
         ms = (self.queue_ms, self.forward_ms, self.sample_ms, self.total_ms)

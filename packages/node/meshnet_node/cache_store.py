@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Generic
 
 from meshnet_core.clock import Clock
@@ -145,9 +145,8 @@ class CacheStore(Generic[H]):
             )
         return entry.held
 
-    @contextmanager
-    def lease(self, key: SessionKey, epoch: int, needs: int = 0) -> Iterator[H]:
-        """Hold the entry while a frame runs on it.
+    def lease(self, key: SessionKey, epoch: int, needs: int = 0) -> AbstractContextManager[H]:
+        """Hold the entry while a frame runs on it; it is held from when the context is entered.
 
         Args:
             key, epoch: which entry.
@@ -159,19 +158,24 @@ class CacheStore(Generic[H]):
             CacheMissError: as `require`; also when the session cannot grow and is the youngest, so that it gives way.
             CacheFullError: when it alone would outgrow the budget.
         """
+        return _Lease(self, key, epoch, needs)
+
+    def hold(self, key: SessionKey, epoch: int, needs: int) -> Entry[H]:
+        """What entering a lease does."""
         self.require(key, epoch)
         self._make_room_to_grow(key, needs)
         entry = self._entries[key]
         entry.leases += 1
         self._touch(key, entry)
-        try:
-            yield entry.held
-        finally:
-            entry.leases -= 1
-            if self._entries.get(key) is entry:
-                self._touch(key, entry)
-            elif entry.leases == 0:
-                self._condemned.remove(entry)
+        return entry
+
+    def let_go(self, key: SessionKey, entry: Entry[H]) -> None:
+        """What the end of a lease does."""
+        entry.leases -= 1
+        if self._entries.get(key) is entry:
+            self._touch(key, entry)
+        elif entry.leases == 0:
+            self._condemned.remove(entry)
 
     def drop(self, key: SessionKey, reason: MissReason) -> bool:
         """Take the entry out, leaving a tombstone. Returns whether there was one."""
@@ -225,6 +229,9 @@ class CacheStore(Generic[H]):
         """Drop what was idle for longer than the time to live. Returns how many."""
         self.prefixes.sweep()
         deadline = self._clock.now() - self.limits.ttl_s
+        oldest = next(iter(self._entries.values()), None)
+        if oldest is None or oldest.used_at >= deadline:
+            return 0
         expired = [key for key, entry in self._entries.items() if entry.leases == 0 and entry.used_at < deadline]
         for key in expired:
             self.drop(key, MissReason.EXPIRED)
@@ -251,6 +258,8 @@ class CacheStore(Generic[H]):
     def _make_room_to_grow(self, key: SessionKey, needs: int) -> None:
         """Prefixes give way first, then entries as `store_room` says; prefixes that are copied from are waited for."""
         entry = self._entries[key]
+        if not entry.stateless and max(needs, entry.held.nbytes) <= entry.reserved:
+            return  # it takes no room from others
         stateless, needed = entry.stateless, max(entry.nbytes, needs)
         if needed > self.limits.budget_bytes and not stateless:
             self.drop(key, MissReason.EVICTED)
@@ -309,3 +318,19 @@ class CacheStore(Generic[H]):
     def _touch(self, key: SessionKey, entry: Entry[H]) -> None:
         entry.used_at = self._clock.now()
         self._entries.move_to_end(key)
+
+
+class _Lease(AbstractContextManager[H]):
+    """One of `CacheStore.lease`. No generator: every step takes one, and this is less to run."""
+
+    __slots__ = ("_entry", "_epoch", "_key", "_needs", "_store")
+
+    def __init__(self, store: CacheStore[H], key: SessionKey, epoch: int, needs: int) -> None:
+        self._store, self._key, self._epoch, self._needs = store, key, epoch, needs
+
+    def __enter__(self) -> H:
+        self._entry = self._store.hold(self._key, self._epoch, self._needs)
+        return self._entry.held
+
+    def __exit__(self, *_: object) -> None:
+        self._store.let_go(self._key, self._entry)

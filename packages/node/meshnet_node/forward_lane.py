@@ -216,16 +216,21 @@ class ForwardLane:
                 and not self._running
                 and self._schedule.is_only_for(turn, now)
             )
-            job.leaves_team = runs_here and self._team.is_elsewhere
-            self._schedule.put(turn, job, now)  # type: ignore[arg-type]
-            taken = self._schedule.take(now) if runs_here and not job.leaves_team else None
-            if not isinstance(taken, Taken):
+            if not runs_here or self._team.is_elsewhere:
+                job.leaves_team = runs_here
                 self._team.leave()
+                self._schedule.put(turn, job, now)  # type: ignore[arg-type]
                 self._ready.notify()
                 return
+            taken = self._schedule.take_alone(turn, job, now)  # type: ignore[arg-type]
             job.outcome = []
-            self._run_here(taken, loop)
-        told(*job.outcome)
+            began, ended = self._run_here(taken)
+        try:
+            told(*job.outcome)
+        finally:  # what is noted may come after the next hop, or who asked, was told
+            loop.call_soon(self._here.went_round)
+            with self._ready:
+                self._note(taken, ended - began, ended)
 
     async def run(
         self, turn: object, backend: ShardBackend, work: ShardWork, finish: Callable[[ShardResult], T], *, hops: int = 1
@@ -261,17 +266,17 @@ class ForwardLane:
             job.settle(None)
         self._schedule = LaneSchedule()
 
-    def _run_here(self, taken: Taken[_Job[object]], loop: asyncio.AbstractEventLoop) -> None:
-        """Run a step in this thread, holding the lock, so that the lane's cannot meanwhile."""
+    def _run_here(self, taken: Taken[_Job[object]]) -> tuple[float, float]:
+        """Run a step in this thread, holding the lock, so that the lane's cannot meanwhile; when its layers ran."""
         if self._threads is not None and self._set_here != threading.get_ident():
             take_cpu_threads(self._threads)
             self._set_here = threading.get_ident()
-        began = self._now()
         self._started(taken)
-        self._execute(taken)
-        ended = self._now()
-        self._here.ran(ended - began, ended)
-        loop.call_soon(self._here.went_round)
+        results, began, ended = self._forward(taken)
+        self._conclude(taken.turns[0], taken.jobs[0], results[0], taken.positions, began, ended)
+        now = self._now()
+        self._here.ran(now - began, now)
+        return began, ended
 
     def _run(self) -> None:
         if self._threads is not None:
@@ -307,6 +312,19 @@ class ForwardLane:
                 self._team.leave()
 
     def _execute(self, taken: Taken[_Job[object]]) -> None:
+        results, started, ended = self._forward(taken)
+        with self._ready:
+            self._note(taken, ended - started, ended)
+        for turn, job, result in zip(taken.turns, taken.jobs, results, strict=True):
+            self._conclude(turn, job, result, taken.positions, started, ended)
+
+    def _note(self, taken: Taken[_Job[object]], seconds: float, ended: float) -> None:
+        if taken.jobs[0].is_step:
+            self._batches[len(taken.jobs)] += 1
+        self._schedule.ran(taken, seconds, ended)
+
+    def _forward(self, taken: Taken[_Job[object]]) -> tuple[list[ShardResult | Exception], float, float]:
+        """What came of each job, and when they began and ended."""
         jobs = taken.jobs
         started = self._now()
         try:
@@ -316,13 +334,7 @@ class ForwardLane:
                 raise RuntimeError(f"the backend gave {len(results)} results for {len(jobs)} frames")  # noqa: TRY301
         except Exception as error:  # noqa: BLE001 - the lane outlives any frame; the frame's caller gets the error
             results = [error] * len(jobs)
-        ended = self._now()
-        with self._ready:
-            if jobs[0].is_step:
-                self._batches[len(jobs)] += 1
-            self._schedule.ran(taken, ended - started, ended)
-        for turn, job, result in zip(taken.turns, jobs, results, strict=True):
-            self._conclude(turn, job, result, taken.positions, started, ended)
+        return results, started, self._now()
 
     def _conclude(
         self,

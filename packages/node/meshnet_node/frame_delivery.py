@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshnet_core.clock import Clock
 from meshnet_core.errors import (
@@ -140,7 +140,7 @@ class FrameDelivery:
         return self._passed_on(run, outcome, onward, reply, now)
 
     def _at_tail(self, run: Run, outcome: Outcome, arrived: float) -> FrameReply:
-        timing = replace(outcome.timing, total_ms=1000 * (self._clock.now() - arrived))
+        timing = outcome.timing.whole(1000 * (self._clock.now() - arrived))
         frame = run.frame
         return FrameReply(frame.position + frame.seq_len, outcome.tokens, (timing,), self._if_draining(frame))
 
@@ -153,13 +153,7 @@ class FrameDelivery:
         left_ms = int(1000 * (deadline - now) * DOWNSTREAM_MARGIN)
         if left_ms < 1:
             raise DeadlineError(f"no time was left to hand position {frame.position} to the next hop")
-        onward = replace(
-            frame,
-            hop_index=frame.hop_index + 1,
-            start_layer=next_hop.layers.start,
-            deadline_ms=left_ms,
-            body=hidden,
-        )
+        onward = frame.onward(next_hop.layers.start, left_ms, hidden)
         return _Onward(next_hop.node_id, next_hop.url, onward, arrived, now)
 
     def _failed(self, run: Run, onward: _Onward, error: Exception) -> Exception:
@@ -187,7 +181,7 @@ class FrameDelivery:
         """The next hop's reply, ``now``, as this hop's."""
         run.undelivered = None
         sent_bytes = len(onward.frame.body)
-        timing = replace(outcome.timing, total_ms=1000 * (now - onward.arrived), sent_bytes=sent_bytes)
+        timing = outcome.timing.whole(1000 * (now - onward.arrived), sent_bytes)
         draining = (*self._if_draining(run.frame), *reply.draining)
         position = run.frame.position + run.frame.seq_len
         return FrameReply(position, reply.tokens, (timing, *reply.timings), draining)

@@ -24,6 +24,7 @@ from meshnet_core.stream_codec import (
     MessageBuffer,
     decode_frame,
     encode_refusal,
+    request_of,
 )
 
 MAX_IN_FLIGHT = 256  # frames of one connection; what comes beyond them is not read until some are answered
@@ -137,7 +138,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def _take_in(self) -> None:
         """Begin on the whole messages that are there, as far as there is room for them."""
         while not self._deaf and not self._is_full():
-            request = self._messages.request
+            message: bytes | None = None
             try:
                 message = self._messages.take()
                 if message is None:
@@ -149,7 +150,7 @@ class FrameStream(asyncio.BufferedProtocol):
                         f"a body of {len(frame.body)} bytes is too large; this node reads at most {self._max_body}"
                     )
             except MeshnetError as error:
-                self._refuse(error, request)
+                self._refuse(error, self._messages.request if message is None else request_of(message))
                 return
             self._begin(request, frame)
         self._watch_arrival()

@@ -122,11 +122,14 @@ class HopService:
         """See `meshnet_core.transport.PromptEndpoint`."""
         arrived = self._clock.now()
         key = SessionKey(frame.session, frame.hop_index)
+        known = self.store.find(key)
+        if known is None or known[1] != frame.epoch:
+            return False  # `forward` says what is wrong
+        session = known[0]
         try:
-            session = self.store.require(key, frame.epoch)
             session.check(frame)
         except MeshnetError:
-            return False  # `forward` says what is wrong
+            return False
 
         def told(outcome: FrameReply | Exception) -> None:
             answered(outcome if isinstance(outcome, FrameReply) else self._marked(outcome, frame, session))
@@ -287,6 +290,7 @@ class HopService:
             document, lease, state, history=list(document.history), constraint=constraint, on_end=on_end
         )
         self._prefixes.offer(session)  # what it could begin from is the last of the prefixes to give way to it
+        session.reserved = self._reserved(session)
         reserve, step_s = self._reserve(session), document.step_deadline_ms / 1000
         self.store.admit(key, document.epoch, session, reserve, step_s, stateless=not document.cache)
         return self._opened(session)
@@ -299,8 +303,13 @@ class HopService:
     @staticmethod
     def _reserve(session: HopSession) -> int:
         """Bytes to set aside when the session opens."""
+        return session.room(HopService._reserved(session))
+
+    @staticmethod
+    def _reserved(session: HopSession) -> int:
+        """Positions that those are for."""
         document = session.document
-        return session.room(min(document.prefill_length + GROWTH_QUANTUM, document.expected_length))
+        return min(document.prefill_length + GROWTH_QUANTUM, document.expected_length)
 
     @staticmethod
     def _check_terms(document: OpenDocument, shard: ShardInfo) -> None:

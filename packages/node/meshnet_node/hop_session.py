@@ -113,6 +113,7 @@ class HopSession:
         verifying: the newest verify frame, until its reply says which drafts were right; nothing else is taken in then.
         returns_to: where such a frame began, if drafts were wrong and the next frame may begin there again.
         on_end: called when the session leaves the store.
+        reserved: positions for which room was set aside at open: frames up to there need not ask for more.
     """
 
     document: OpenDocument
@@ -132,6 +133,7 @@ class HopSession:
     verifying: Run | None = None
     returns_to: int | None = None
     on_end: Callable[[], None] = _nothing
+    reserved: int = 0
     _measured: int = 0
     _measured_at: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event)
@@ -246,8 +248,11 @@ class HopSession:
 
     def undelivered_before(self, run: Run) -> list[Run]:
         """Runs of earlier frames that ended before the next hop had them, in order."""
-        before = [other for other in self.runs.values() if other.frame.position < run.frame.position]
-        return [other for other in before if other.undelivered is not None and other.task.done()]
+        return [
+            other
+            for other in self.runs.values()
+            if other.undelivered is not None and other.task.done() and other.frame.position < run.frame.position
+        ]
 
     def announce(self) -> None:
         """Wake whoever waits for this session to change."""

@@ -83,7 +83,11 @@ class OwnLayers:
             CacheMissError, CacheFullError: there is no room, as `CacheStore.lease` says.
         """
         end = frame.position + frame.seq_len
-        room = session.room(end) + (session.snapshot_room(end) if frame.phase is Phase.VERIFY else 0)
+        room = 0
+        if frame.phase is Phase.VERIFY:
+            room = session.room(end) + session.snapshot_room(end)
+        elif end > session.reserved:
+            room = session.room(end)
         leases.enter_context(self._store.lease(key, frame.epoch, room))
 
     async def leased(self, leases: ExitStack, key: SessionKey, session: HopSession, frame: Frame) -> None:
@@ -125,6 +129,7 @@ class OwnLayers:
             session.measure_state()
             return Ran(result, tokens, copy_of(session.state) if copied else None)
 
+        resumes = frame.phase is Phase.RESUME
         with leases:
             work = ShardWork(
                 start=frame.start_layer,
@@ -136,7 +141,7 @@ class OwnLayers:
                 sample=frame.sample if session.is_tail else 0,
                 verify=frame.phase is Phase.VERIFY,
                 cancelled=lambda: session.cancelled,
-                held=leases.enter_context(self._prefixes.begun_from(session, frame)),
+                held=leases.enter_context(self._prefixes.begun_from(session, frame)) if resumes else None,
                 exact=session.document.exact,
             )
             held = leases.pop_all()

@@ -129,12 +129,13 @@ class _PromptRun:
         self._is_taken_in = True
         frame, session = self._frame, self._session
         self._reply: asyncio.Future[FrameReply] = asyncio.get_running_loop().create_future()
-        self._run = Run(replace(frame, body=b""), len(frame.body), self._reply)
-        self._at.keep(session, self._reply)
+        self._run = Run(frame, len(frame.body), self._reply)
         session.take(frame, self._run)
 
     def note(self) -> None:
         """What has to be done about it before the loop goes on, and may come after an answer."""
+        self._run.frame = replace(self._frame, body=b"")
+        self._at.keep(self._session, self._reply)
         self._session.remember(FrameKey.of(self._frame), self._run)
         self._session.announce()
         if self._reply.done():

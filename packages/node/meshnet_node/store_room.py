@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class Held(Protocol):
@@ -32,8 +32,7 @@ H = TypeVar("H", bound=Held)
 STATELESS_BYTES = 256 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class SessionKey:
+class SessionKey(NamedTuple):  # it is looked up by often
     """One hop of one session; a node that serves two hops of a route holds two entries."""
 
     session: str

@@ -258,8 +258,10 @@ class _Door:
 
         try:
             self._doorkeeper.admit(owner, address)
-            self._metrics.took(FORM_STREAM)
-            begun = self._prompt is not None and self._prompt.begin(frame, answered)
+            try:
+                begun = self._prompt is not None and self._prompt.begin(frame, answered)
+            finally:
+                self._metrics.took(FORM_STREAM)
         except Exception as error:  # noqa: BLE001 - it goes back as a refusal
             answered(error)
             return None
