@@ -20,7 +20,9 @@ from meshnet_node import native_step, rope_table
 from meshnet_node.family_support import FAMILIES
 from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.model_backend import TorchModelShard
+from meshnet_node.native_embedding import native_embedding
 from meshnet_node.native_step import MOST_ROWS
+from meshnet_node.quantised_layers import QuantisedEmbedding
 from meshnet_node.quick_layer import QuickRope
 from meshnet_node.rope_table import RopeTable
 from meshnet_node.shard_loader import load_shard
@@ -181,6 +183,23 @@ def test_packed_weights_are_multiplied_and_looked_up(quantize: str, shards: Call
     assert not torch.equal(found, plain)
     torch.testing.assert_close(found.float(), plain.float(), rtol=0, atol=0.25)
     assert float((found.float() - plain.float()).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+@torch.inference_mode()
+def test_embeddings_of_packed_weights_have_the_modules_bits(
+    quantize: str, shards: Callable[..., TorchModelShard]
+) -> None:
+    module = shards("llama", quantize=quantize, **WIDE).whole_view().model.get_input_embeddings()
+    kernels = step_kernels()
+    assert kernels is not None
+    rows = native_embedding(module, kernels)
+    ids = torch.arange(VOCAB).unsqueeze(1)
+    assert isinstance(module, QuantisedEmbedding)
+    assert torch.equal(rows(ids), module(ids))
+    for beyond in (VOCAB, -1):
+        with pytest.raises(IndexError):
+            rows(torch.tensor([[beyond]]))
 
 
 def test_biases_and_gates_of_another_kind_are_kept(shards: Callable[..., TorchModelShard]) -> None:

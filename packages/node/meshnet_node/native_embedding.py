@@ -32,14 +32,16 @@ class _Packed:
         layout = packed_layout()
         self._codes, self._scales, self._take = matrix.codes, matrix.scales, kernels.take
         self._codes_at, self._scales_at = matrix.codes.data_ptr(), matrix.scales.data_ptr()
-        self._columns, self._planes = matrix.columns, matrix.planes
+        self._rows, self._columns, self._planes = matrix.rows, matrix.columns, matrix.planes
         self._block, self._half = layout.rows, layout.rows // 2
         self._byte, self._shift = layout.byte.tolist(), layout.shift.tolist()
         self._stride = matrix.scales.stride(0)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """See :data:`Embedding`."""
+        """See :data:`Embedding`; raises IndexError as torch's does."""
         chosen = indices.flatten().tolist()
+        if not all(0 <= index < self._rows for index in chosen):
+            raise IndexError(f"token ids {chosen} are not all below {self._rows}")
         out = torch.empty(*indices.shape, self._columns, dtype=torch.bfloat16)
         out_at = out.data_ptr()
         for index in chosen:
