@@ -83,7 +83,9 @@ class FrameRuns:
             transport=transport, clock=clock, is_draining=is_draining, links=links, keep=self._keep
         )
         self._background: set[asyncio.Future[Any]] = set()
-        self.prompt = PromptRuns(store=store, own=own, delivery=self._delivery, clock=clock, keep=self._keep)
+        self.prompt = PromptRuns(
+            store=store, own=own, delivery=self._delivery, clock=clock, keep=self._background.add, ended=self._ended
+        )
 
     async def close(self) -> None:
         """Cancel what still runs, and wait for it."""
@@ -198,19 +200,18 @@ class FrameRuns:
 
     def _keep(self, session: HopSession, task: asyncio.Future[Any]) -> None:
         self._background.add(task)
+        task.add_done_callback(partial(self._ended, session))
 
-        def done(finished: asyncio.Future[Any]) -> None:
-            self._background.discard(finished)
-            session.announce()  # one less in flight
-            if not finished.cancelled() and (error := finished.exception()) is not None:
-                level = logging.DEBUG if isinstance(error, MeshnetError) else logging.ERROR
-                document = session.document
-                logger.log(
-                    level, "a frame failed: %s", error, exc_info=error if level == logging.ERROR else None,
-                    extra={
-                        "session": document.session, "epoch": document.epoch, "hop": document.hop_index,
-                        "route": document.route,
-                    },
-                )  # fmt: skip
-
-        task.add_done_callback(done)
+    def _ended(self, session: HopSession, finished: asyncio.Future[Any]) -> None:
+        self._background.discard(finished)
+        session.announce()  # one less in flight
+        if not finished.cancelled() and (error := finished.exception()) is not None:
+            level = logging.DEBUG if isinstance(error, MeshnetError) else logging.ERROR
+            document = session.document
+            logger.log(
+                level, "a frame failed: %s", error, exc_info=error if level == logging.ERROR else None,
+                extra={
+                    "session": document.session, "epoch": document.epoch, "hop": document.hop_index,
+                    "route": document.route,
+                },
+            )  # fmt: skip

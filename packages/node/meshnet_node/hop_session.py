@@ -105,7 +105,6 @@ class HopSession:
         history: at the tail, prompt and answer token ids; grows with each token sampled.
         constraint: at the tail of an answer that is held to a grammar.
         runs: frames in flight, and the last few finished (`KEPT_RUNS`).
-        changed: set and replaced whenever `accepted` or the number of frames in flight changes.
         entering: held by the frame that is about to enter the lane, in order.
         frames: how many frames of each kind were run, for people to read.
         offered: positions at which it could begin from prefixes held here, as its gateway was told.
@@ -123,7 +122,6 @@ class HopSession:
     history: list[int] = field(default_factory=list)
     constraint: Constraint | None = None
     runs: dict[FrameKey, Run] = field(default_factory=dict)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
     entering: asyncio.Lock = field(default_factory=asyncio.Lock)
     frames: dict[str, int] = field(default_factory=dict)
     received_bytes: int = 0
@@ -134,6 +132,7 @@ class HopSession:
     returns_to: int | None = None
     on_end: Callable[[], None] = _nothing
     reserved: int = 0
+    _changed: asyncio.Event | None = None  # made for who waits: few do, and every frame changes something
     _measured: int = 0
     _measured_at: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event)
@@ -254,10 +253,18 @@ class HopSession:
             if other.undelivered is not None and other.task.done() and other.frame.position < run.frame.position
         ]
 
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set, and another one from then on, when `accepted` or the number of frames in flight changes."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        return self._changed
+
     def announce(self) -> None:
         """Wake whoever waits for this session to change."""
-        self.changed.set()
-        self.changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     def remember(self, key: FrameKey, run: Run) -> None:
         """Keep ``run`` for a retry of its frame; of finished ones only the last few stay, undelivered ones longest."""

@@ -92,6 +92,9 @@ class NodeMetrics:
         # What frames are counted by, from the first one on: looking labels up costs more than counting.
         self._of_form = cache(self._frames.labels)
         self._of_part = cache(self._parts.labels)
+        self._of_call = cache(self._calls.labels)
+        self._seconds_of = cache(self._seconds.labels)
+        self._received_of = cache(self._received.labels)
 
     def took(self, form: str) -> None:
         """Count one frame that was read."""
@@ -106,9 +109,9 @@ class NodeMetrics:
 
     def answered(self, call: str, result: str, seconds: float, received: int) -> None:
         """Count one call: its name, ``ok`` or the error's code, seconds taken and bytes of body."""
-        self._calls.labels(call, result).inc()
-        self._seconds.labels(call).observe(seconds)
-        self._received.labels(call).inc(received)
+        self._of_call(call, result).inc()
+        self._seconds_of(call).observe(seconds)
+        self._received_of(call).inc(received)
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format (:attr:`content_type`)."""

@@ -73,7 +73,7 @@ class OwnLayers:
         self._lane = lane
         self._sample = sample
         self._clock = clock
-        self._left = asyncio.Event()  # set and replaced whenever a frame has left the lane, and its lease ended
+        self._left: asyncio.Event | None = None  # for who waits until a frame has left the lane, and its lease ended
 
     def lease(self, leases: ExitStack, key: SessionKey, session: HopSession, frame: Frame) -> None:
         """Lease the session for a frame, with room to grow by it.
@@ -96,6 +96,7 @@ class OwnLayers:
             try:
                 self.lease(leases, key, session, frame)
             except RoomAwaitedError:
+                self._left = self._left or asyncio.Event()
                 await self._left.wait()
             else:
                 return
@@ -203,8 +204,9 @@ class OwnLayers:
                 self._prefixes.keep_copy(session, copy)
         finally:
             leases.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
-            self._left.set()  # others may be waiting for the room
-            self._left = asyncio.Event()
+            if self._left is not None:  # others are waiting for the room
+                self._left.set()
+                self._left = None
 
     def _sampled(self, session: HopSession, frame: Frame, logits: torch.Tensor) -> tuple[SampledToken, ...]:
         """The tokens after the last positions of the frame, ``logits`` ``[frame.sample, vocab]``.

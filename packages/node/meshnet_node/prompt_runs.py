@@ -38,7 +38,8 @@ class PromptRuns:
         own: runs frames on the own layers.
         delivery: hands on what came of it.
         clock: for deadlines.
-        keep: is given the reply to come of each run; it holds on to it, and says where it failed.
+        keep: is given the reply to come of each run, and holds on to it.
+        ended: is told of each once it is there; it lets go of it, and says where it failed.
     """
 
     def __init__(
@@ -48,13 +49,15 @@ class PromptRuns:
         own: OwnLayers,
         delivery: FrameDelivery,
         clock: Clock,
-        keep: Callable[[HopSession, asyncio.Future[FrameReply]], None],
+        keep: Callable[[asyncio.Future[FrameReply]], None],
+        ended: Callable[[HopSession, asyncio.Future[FrameReply]], None],
     ) -> None:
         self.store = store
         self.own = own
         self.delivery = delivery
         self.clock = clock
         self.keep = keep
+        self.ended = ended
 
     def begin(
         self, key: SessionKey, session: HopSession, frame: Frame, arrived: float, answered: FrameAnswered
@@ -111,6 +114,7 @@ class _PromptRun:
         self._on_lane = False
         self._ends_delivery: Callable[[], object] | None = None
         self._is_taken_in = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, leases: ExitStack) -> Exception | None:
         """Hand it to the lane; what stands against that."""
@@ -135,11 +139,12 @@ class _PromptRun:
     def note(self) -> None:
         """What has to be done about it before the loop goes on, and may come after an answer."""
         self._run.frame = replace(self._frame, body=b"")
-        self._at.keep(self._session, self._reply)
         self._session.remember(FrameKey.of(self._frame), self._run)
-        self._session.announce()
         if self._reply.done():
+            self._at.ended(self._session, self._reply)
             return
+        self._at.keep(self._reply)
+        self._session.announce()
         self._reply.add_done_callback(self._ended)
         left_s = max(0.0, self._deadline - self._at.clock.now())
         self._timer = asyncio.get_running_loop().call_later(left_s, self._caller_gives_up)
@@ -189,7 +194,13 @@ class _PromptRun:
         try:
             self._tell_caller(outcome)
         finally:
-            settle(self._reply, outcome)  # who was told may have ended the session, and this with it
+            if self._timer is None or self._reply.done():  # who was told may have ended the session, and this with it
+                settle(self._reply, outcome)
+            else:  # what `_ended` would do in the loop's next turn
+                self._reply.remove_done_callback(self._ended)
+                settle(self._reply, outcome)
+                self._timer.cancel()
+                self._at.ended(self._session, self._reply)
 
     def _tell_caller(self, outcome: FrameReply | Exception) -> None:
         if self._answered is not None:
@@ -209,7 +220,9 @@ class _PromptRun:
             self.fail(too_late(self._session, self._frame))
 
     def _ended(self, reply: asyncio.Future[FrameReply]) -> None:
+        assert self._timer is not None  # noqa: S101 - for the type checker
         self._timer.cancel()
+        self._at.ended(self._session, reply)
         if not reply.cancelled():
             return
         if self._on_lane:  # the session has left the store, or the node stops
