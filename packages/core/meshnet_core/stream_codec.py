@@ -39,7 +39,7 @@ _FRAME = struct.Struct("<IBBBBIIIIIIIIBBH")
 _REPLY = struct.Struct("<IBBHIIHH")
 _REFUSAL = struct.Struct("<IBBHI")
 _TIMING = struct.Struct("<6I")
-_LENGTH = struct.Struct("<I")
+_LENGTH = _U32 = struct.Struct("<I")
 _FRONT = struct.Struct("<IB3xI")  # what every message begins with, but for what its kind has in between
 _PHASES = (Phase.PREFILL, Phase.RESUME, Phase.DECODE, Phase.VERIFY)
 _PHASE_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
@@ -145,7 +145,7 @@ def encode_reply(reply: FrameReply, request: int) -> bytes:
     if any(token.logprob is not None for token in tokens):
         beside = [token.to_wire() for token in tokens]
         more["tokens"] = [{key: value for key, value in token.items() if key != "id"} for token in beside]
-    parts = [struct.pack(f"<{len(tokens)}I", *(token.id for token in tokens)), *map(_timing_bytes, rows)]
+    parts = [*[_U32.pack(token.id) for token in tokens], *map(_timing_bytes, rows)]
     if more:
         parts.append(encode_json(more))
     length = _REPLY.size - 4 + sum(map(len, parts))
@@ -153,10 +153,17 @@ def encode_reply(reply: FrameReply, request: int) -> bytes:
 
 
 def _timing_bytes(timing: HopTiming) -> bytes:
-    times = (timing.queue_ms, timing.forward_ms, timing.sample_ms, timing.total_ms)
-    return _TIMING.pack(
-        timing.hop_index, *(min(_MAX_U32, round(1000 * ms)) for ms in times), min(_MAX_U32, timing.sent_bytes)
+    numbers: tuple[int, ...] = (
+        timing.hop_index,
+        round(1000 * timing.queue_ms),
+        round(1000 * timing.forward_ms),
+        round(1000 * timing.sample_ms),
+        round(1000 * timing.total_ms),
+        timing.sent_bytes,
     )
+    if max(numbers) > _MAX_U32:
+        numbers = (timing.hop_index, *(min(_MAX_U32, number) for number in numbers[1:]))
+    return _TIMING.pack(*numbers)
 
 
 def encode_refusal(error: MeshnetError, request: int) -> bytes:
