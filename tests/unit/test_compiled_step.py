@@ -36,6 +36,7 @@ from meshnet_node.step_compiler import Compile
 from meshnet_node.step_frames import StoppedError
 from meshnet_node.step_warm_up import StepState, StepStatus, StepWarmUp
 from meshnet_node.verification import Check, verify
+from native_compiler import needs_compiler
 from shard_routes import Models, Route
 from tiny_models import FAMILIES, num_layers
 
@@ -362,6 +363,20 @@ def test_the_nodes_status_tells_how_far_it_is(models: Models) -> None:
     backend.step_warm_up.wait()
     told = node_process._compile_status(pool)["compile"]
     assert [(each["state"], each["detail"]) for each in told.values()] == [("refused", "it cannot")]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "compile_", "told"),
+    [("bfloat16", "auto", ["native"]), ("bfloat16", "off", []), ("float32", "auto", [])],
+)
+def test_a_node_takes_native_steps_unless_it_is_told_otherwise(
+    dtype: str, compile_: str, told: list[str], models: Models
+) -> None:
+    choice, wanted = ShardChoice(str(models.folder("llama")), LayerRange(0, 2)), WeightsWanted(dtype, "auto", compile_)
+    pool = load_pool([choice], None, wanted, "cpu", report)
+    status = node_process._compile_status(pool).get("compile", {})
+    assert [each["state"] for each in status.values()] == told
 
 
 def report(*_: object) -> None:

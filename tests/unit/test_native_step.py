@@ -14,24 +14,28 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
+from meshnet_core.errors import HopFailedError
 from meshnet_core.frames import MAX_DRAFT
 from meshnet_core.layer_range import LayerRange
-from meshnet_node import native_step, rope_table
+from meshnet_node import native_attention, native_step, rope_table
 from meshnet_node.family_support import FAMILIES
 from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.native_embedding import native_embedding
-from meshnet_node.native_step import MOST_ROWS
+from meshnet_node.native_step import MOST_ROWS, NativeStep
 from meshnet_node.quantised_layers import QuantisedEmbedding
 from meshnet_node.quick_layer import QuickRope
 from meshnet_node.rope_table import RopeTable
+from meshnet_node.session_state import SessionState
 from meshnet_node.shard_loader import load_shard
-from meshnet_node.step_kernels import compiler, step_kernels
+from meshnet_node.shard_work import ShardResult, ShardWork
+from meshnet_node.step_kernels import step_kernels
+from native_compiler import needs_compiler
 from tiny_models import VOCAB, num_layers, save_tiny
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(compiler() is None, reason="no C compiler on the path"),
+    needs_compiler,
 ]
 QUICK = [name for name, family in FAMILIES.items() if family.quick]
 FRAMES = (
@@ -42,6 +46,7 @@ FRAMES = (
     *[1] * 8,
 )  # chunks, steps, drafts between them; windows are of 11 positions
 LENGTHS, STEPS = (5, 17, 30, 1), 14
+DRAFTED = 3  # positions of a frame with drafts
 WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32}
 
 
@@ -88,7 +93,7 @@ def assert_near(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) ->
     """
     by_rounding = float((plain.float() - exact).abs().median())
     assert 0.0001 < by_rounding < 0.1
-    assert float((ours.float() - exact).abs().median()) <= 1.2 * by_rounding
+    assert float((ours.float() - exact).abs().median()) <= 1.5 * by_rounding  # CPUs round apart
 
 
 def assert_native(shard: TorchModelShard, exact: TorchModelShard) -> None:
@@ -211,25 +216,29 @@ def test_with_many_threads_long_sessions_attend_by_torch(
     shards: Callable[..., TorchModelShard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    own = native_step.attend
+    own = native_attention.attend
 
     def noting(module: Any, query: torch.Tensor, key: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         asked.append(key.shape[2])
         return own(module, query, key, *arguments, **options)
 
-    monkeypatch.setattr(native_step, "_FEW_THREADS", 0)
-    monkeypatch.setattr(native_step, "_FEW_VALUES", 0)
-    monkeypatch.setattr(native_step, "attend", noting)
+    monkeypatch.setattr(native_attention, "_FEW_THREADS", 0)
+    monkeypatch.setattr(native_attention, "_FEW_VALUES", 0)
+    monkeypatch.setattr(native_attention, "attend", noting)
     assert_native(
         shards("qwen3"), shards("qwen3", "float32")
     )  # with norms of heads and rope, which the kernel applies before
-    assert set(asked) == {*range(21, 47)}
+    assert set(asked) == {2, *range(21, 47)}  # the first is tried as the shard is given them
 
 
 @pytest.mark.parametrize("what", ["no rotation", "hidden states"])
 def test_a_step_that_is_wrong_is_seen(
     what: str, shards: Callable[..., TorchModelShard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shard, exact = shards("llama"), run(shards("llama", "float32").whole_view())
+    plain = run(shard.whole_view())
+    shard.use_kernels()
+    assert_near(run(shard.whole_view()), plain, exact)
     if what == "no rotation":
         at = RopeTable.at
         monkeypatch.setattr(RopeTable, "at", lambda table, positions: at(table, [0 for _ in positions]))
@@ -238,8 +247,73 @@ def test_a_step_that_is_wrong_is_seen(
         monkeypatch.setattr(
             native_step._NativeLayer, "run", lambda own, residual, *rest: layer(own, residual * 1.05, *rest)
         )
+    wrong = run(shard.whole_view())
     with pytest.raises(AssertionError):
-        assert_native(shards("llama"), shards("llama", "float32"))
+        assert_near(wrong, plain, exact)
+
+
+@pytest.mark.parametrize("when", ["when it is tried", "alone", "together", "with drafts"])
+def test_a_native_step_that_fails_is_the_last(
+    when: str, shards: Callable[..., TorchModelShard], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = shards("llama")
+    failing = when == "when it is tried"
+
+    def fail(native: NativeStep, *arguments: Any) -> torch.Tensor:
+        if failing:
+            raise RuntimeError("planted")
+        return own(native, *arguments)
+
+    own = NativeStep.run
+    monkeypatch.setattr(NativeStep, "run", fail)
+    shard.use_kernels()
+    assert shard.runs_native is not failing
+    failing = True
+
+    def frames(states: list[SessionState], count: int, position: int) -> list[ShardResult | Exception]:
+        payload = torch.arange(3, 3 + count, dtype=torch.int32).numpy().tobytes()
+        return shard.forward(
+            [
+                ShardWork(0, state, position, count, payload, "bfloat16", sample=1, verify=count == DRAFTED)
+                for state in states
+            ]
+        )
+
+    states = [shard.new_state(0) for _ in range(2)]
+    assert not any(isinstance(result, Exception) for result in frames(states, 4, 0))
+    if when != "when it is tried":
+        sent = {"alone": (states[:1], 1), "together": (states, 1), "with drafts": (states[:1], DRAFTED)}[when]
+        failed = frames(*sent, 4)
+        assert all(isinstance(result, HopFailedError) for result in failed)
+        assert all(state.spoiled for state in sent[0])
+    assert not shard.runs_native
+    assert "a native one failed: RuntimeError('planted')" in caplog.text
+    again = [shard.new_state(0)]
+    assert not any(
+        isinstance(result, Exception) for count, at in ((4, 0), (1, 4)) for result in frames(again, count, at)
+    )
+
+
+def test_exact_frames_that_fail_say_nothing_of_native_steps(
+    shards: Callable[..., TorchModelShard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = shards("llama")
+    shard.use_kernels()
+    state, payload = shard.new_state(0), torch.tensor([3], dtype=torch.int32).numpy().tobytes()
+    assert not isinstance(shard.forward([ShardWork(0, state, 0, 1, payload, "bfloat16")])[0], Exception)
+    monkeypatch.setattr(LayerView, "_run", lambda *_: 1 / 0)
+    (failed,) = shard.forward([ShardWork(0, state, 1, 1, payload, "bfloat16", exact=True)])
+    assert isinstance(failed, HopFailedError)
+    assert shard.runs_native
+
+
+def test_hidden_states_of_another_dtype_are_refused(shards: Callable[..., TorchModelShard]) -> None:
+    shard = shards("llama")
+    shard.use_kernels()
+    view = shard.whole_view()
+    assert view.native is not None
+    with torch.inference_mode(), pytest.raises(TypeError, match=r"bfloat16, not in torch\.float32"):
+        view.native.run(torch.zeros(1, 1, shard.hidden_size), [1], [view.new_cache()], lambda: None)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "float16"), ("gemma3_text", "bfloat16")])
@@ -313,6 +387,15 @@ def test_ropes_table_is_rope(family: str, shards: Callable[..., TorchModelShard]
         for tensor, address in zip(expected, addresses, strict=True):
             own = torch.frombuffer(_bytes_at(address, tensor.nbytes), dtype=torch.bfloat16)
             assert torch.equal(own, tensor.flatten())
+
+
+def test_a_table_keeps_so_many_blocks(shards: Callable[..., TorchModelShard]) -> None:
+    table = RopeTable(shards("llama").whole_view()._base.rotary_emb, torch.zeros(1, 1, dtype=torch.bfloat16))
+    table.at([5])
+    for number in range(1, rope_table.MOST_BLOCKS + 3):
+        table.at([number * rope_table.BLOCK, 5])
+    assert len(table._blocks) == rope_table.MOST_BLOCKS
+    assert {0, 1, rope_table.MOST_BLOCKS + 2} & table._blocks.keys() == {0, rope_table.MOST_BLOCKS + 2}
 
 
 def test_rope_that_depends_on_the_length_is_made_for_each_step(shards: Callable[..., TorchModelShard]) -> None:

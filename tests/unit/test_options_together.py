@@ -26,9 +26,9 @@ from meshnet_core.stream_transport import StreamTransport
 from meshnet_core.wire_form import WireForm
 from meshnet_node.frame_schedule import Sequences, greedy_answer, in_steps, without_state
 from meshnet_node.model_files import open_model
-from meshnet_node.step_kernels import compiler
 from meshnet_node.step_warm_up import StepState, StepWarmUp
 from meshnet_node.unsplit_model import UnsplitModel
+from native_compiler import needs_compiler
 from prefix_chat import HOLDING
 from tiny_models import num_layers, save_tiny
 
@@ -96,7 +96,7 @@ def whole_of(folder: Path, quantize: str) -> UnsplitModel:
 
 
 LONG = pytest.mark.long
-NATIVE = pytest.mark.skipif(compiler() is None, reason="no C compiler on the path")
+NATIVE = needs_compiler
 
 
 @pytest.mark.parametrize(

@@ -294,3 +294,19 @@ async def test_a_fault_of_our_own_is_told_and_tried_again(
 def test_what_is_told_is_read_as_it_was_written(told: Heard | Goodbye) -> None:
     left_s = told.left_s if isinstance(told, Heard) else 0.0
     assert told_from_wire(told_to_wire(told), left_s) == told
+
+
+def test_a_lease_that_lasts_longer_by_what_another_tracker_says_counts_as_relayed() -> None:
+    """As after a registry that lost all: there what was relayed has one more lease, and that comes back."""
+    tracker = SharingTracker("one", MemoryStore(ManualClock(0.0)), 50.0)
+    told = node("a", "0-29", beat=1)
+    tracker.directory.announce(told)
+    tracker.clock.advance(5.0)
+    tracker.directory.hear(Heard(told, LEASE_S - 5.0))  # no later than it was heard here
+    assert tracker.directory.counts() == (1, 0)
+    tracker.directory.hear(Heard(told, LEASE_S))
+    assert tracker.directory.counts() == (0, 1)
+    tracker.clock.advance(LEASE_S - 1.0)
+    assert tracker.ids() == ["a"]
+    tracker.directory.announce(node("a", "0-29", beat=2))
+    assert tracker.directory.counts() == (1, 0)

@@ -14,9 +14,9 @@ from torch.nn import functional
 from meshnet_core.errors import UnsupportedModelError
 from meshnet_node import step_kernels as module
 from meshnet_node.step_kernels import MOST_HEADS, AttentionShape, StepKernels, check, compiler, step_kernels
+from native_compiler import needs_compiler
 
 BFLOAT16 = torch.bfloat16
-needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler on the path")
 
 
 @pytest.fixture(scope="module")
@@ -148,20 +148,56 @@ def test_without_a_compiler_there_are_none(
     with caplog.at_level(logging.INFO):
         assert step_kernels.__wrapped__() is None
     assert "there is no C compiler on the path" in caplog.text
+    monkeypatch.setenv("CC", "nonsense -O9")
+    with caplog.at_level(logging.INFO):
+        assert step_kernels.__wrapped__() is None
+    assert "CC names nonsense, which is not on the path" in caplog.text
 
 
+def test_a_compiler_may_be_named_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = script(tmp_path / "wrapper", "")
+    monkeypatch.setenv("CC", f"{tool} gcc '-DA=b c'")
+    assert compiler() == [str(tool), "gcc", "-DA=b c"]
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("echo 'no such machine' >&2; exit 1", "cannot build them: no such machine"),
+        (r"printf 'caf\351\n' >&2; exit 1", "cannot build them: caf"),
+        ("exit 1", "cannot build them: it says nothing"),
+        ("exit 0", "cannot build them: it says nothing"),
+    ],
+)
 def test_a_compiler_that_fails_is_quoted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    does: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = tmp_path / "my-cc"
-    broken.write_text("#!/bin/sh\necho 'no such machine' >&2\nexit 1\n", "utf-8")
-    broken.chmod(0o700)
+    broken = script(tmp_path / "my-cc", does)
     monkeypatch.setenv("MESHNET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CC", str(broken))
     with caplog.at_level(logging.INFO):
         assert step_kernels.__wrapped__() is None
-    assert f"{broken} cannot build them: no such machine" in caplog.text
+    assert f"{broken} {said}" in caplog.text
     assert not list((tmp_path / "cache" / "kernels").iterdir())
+
+
+@needs_compiler
+def test_a_library_of_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other.c"
+    other.write_text("int nothing_of_ours(void) { return 0; }\n", "utf-8")
+    monkeypatch.setenv("MESHNET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "SOURCE", other)
+    with caplog.at_level(logging.INFO):
+        assert step_kernels.__wrapped__() is None
+    assert "small operations of decode steps are torch's" in caplog.text
+
+
+def script(path: Path, does: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{does}\n", "utf-8")
+    path.chmod(0o700)
+    return path
 
 
 @needs_compiler
@@ -172,6 +208,14 @@ def test_a_compiler_that_fails_is_quoted(
         ("narrow(wide(x[i]) + wide(other[i]))", "narrow(wide(x[i]) - wide(other[i]))", "another sum than torch"),
         ("1.0f + exponential(-x)", "1.0f + exponential(x)", "another gate than torch"),
         ("weights[at] - most[head]", "0.5f * weights[at]", "another attention than torch"),
+        ("narrow(rounded(first * wide", "narrow(0.5f * rounded(first * wide", "another new keys and values"),
+        ("if (at->head_norm) norm_row", "if (0) norm_row", "another new keys and values"),
+        (
+            ">> shift) & 15);\n            if",
+            ">> 0) & 15);\n            if",
+            "another row of a packed matrix than torch",
+        ),
+        ("code * 16.0f +", "code * 8.0f +", "another row of a packed matrix than torch"),
         ("(int64_t)(positions - 1) * width", "(int64_t)positions * width", "another new keys and values than torch"),
     ],
 )

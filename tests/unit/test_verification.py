@@ -30,6 +30,7 @@ from meshnet_node.shard_route import ShardRoute
 from meshnet_node.split import parse_splits
 from meshnet_node.unsplit_model import UnsplitModel
 from meshnet_node.verification import Verification, verify
+from native_compiler import needs_compiler
 from tiny_models import VOCAB, num_layers, save_tiny
 from tiny_tokenizers import byte_level_files
 
@@ -254,6 +255,16 @@ def test_json_is_one_document_and_texts_are_used_where_there_is_a_tokenizer(
     assert document["checks"][-1]["largest_logit_difference"] == 0
     assert "3 texts" in shown.err
     assert shown.err.endswith("verified 6/6\n")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("option", "steps"), [((), "native"), (("--compile", "off"), "plain")])
+def test_what_steps_were_is_told(
+    option: tuple[str, ...], steps: str, folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (str(folder("llama")), "--splits", "0-1,2-3", "--tokens", "12", "--dtype", "bfloat16", "--json")
+    assert command(*arguments, *option) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == steps
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_moe_text"])

@@ -5,6 +5,7 @@ Importing it imports no torch; the functions that need it do.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from meshnet_node.shard_pool import ShardPool
 
 UNBOUNDED_POSITIONS = 2**20  # for models that know no limit, such as recurrent ones: a session needs one
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -146,5 +149,7 @@ def _load(
     if takes_kernels(weights.compile):
         shard.use_kernels()
     if compiles_steps(weights.compile, plan.device):
+        if shard.whole_view().may_run_native:
+            logger.info("layers %s are of a kind that --compile auto has quicker steps for than step", plan.layers)
         shard.warm_up(StepWarmUp(shard))
     return shard

@@ -15,7 +15,7 @@ def show(model: str, found: Verification) -> None:
     from rich.text import Text
 
     table = Table(
-        title=f"{model}, {found.dtype} on {found.device}",
+        title=f"{model}, {found.dtype} on {found.device}, {found.steps} steps",
         caption=_tolerance(found),
         title_justify="left",
         caption_justify="left",
@@ -48,6 +48,7 @@ def document(model: str, fingerprint: str, found: Verification) -> dict[str, Any
         "fingerprint": fingerprint,
         "dtype": found.dtype,
         "device": found.device,
+        "steps": found.steps,
         "tolerance": {
             "largest": found.tolerance.largest,
             "typical": found.tolerance.typical,

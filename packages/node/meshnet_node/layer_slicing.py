@@ -154,6 +154,10 @@ class LayerView:
         """Whether :meth:`use_kernels` may do something."""
         return self._is_quick and self._step_needs_no_mask and self.config._attn_implementation == STEP_ATTENTION
 
+    def takes_native(self, position: int, seq_len: int) -> bool:
+        """Whether a frame on state is for :attr:`native`, where there is one and nothing else takes it."""
+        return position > 0 and seq_len <= MOST_ROWS
+
     def use_kernels(self, kernels: StepKernels) -> None:
         """Take steps through ``kernels`` from now on, if all layers can be run so."""
         if self.may_run_native:
@@ -203,7 +207,7 @@ class LayerView:
         if cache is not None and not plain and position > 0:
             if seq_len == 1 and self.step is not None and self.step.takes(cache):
                 step = self.step
-            elif self.native is not None and seq_len <= MOST_ROWS:
+            elif self.native is not None and self.takes_native(position, seq_len):
                 at = range(position, position + seq_len)
                 rows = inputs.transpose(0, 1)  # each position sees those before it in the session's own slots
                 found = self._run_native(self.native, rows, at, [cache] * seq_len, sample, cancelled)

@@ -25,15 +25,16 @@ from meshnet_core.errors import (
     MissReason,
 )
 from meshnet_core.layer_range import LayerRange
-from meshnet_node.compiled_step import CompiledLayer, CompiledStep
+from meshnet_node.compiled_step import CompiledLayer
 from meshnet_node.device_choice import DTYPES, dtype_name
 from meshnet_node.device_memory import give_back
 from meshnet_node.family_support import Family, check_split
 from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.session_state import SessionState, walk_tensors
-from meshnet_node.shard_work import ShardResult, ShardWork
+from meshnet_node.shard_work import ShardResult, ShardWork, never
 from meshnet_node.state_cost import StateCosts, measured_costs
 from meshnet_node.step_kernels import StepKernels, step_kernels
+from meshnet_node.view_steps import ViewSteps
 from meshnet_node.weight_packing import held_as
 
 if TYPE_CHECKING:
@@ -76,8 +77,7 @@ class TorchModelShard:
         self._views_lock = threading.Lock()
         self._running = threading.Lock()
         self._closed = False
-        self._compiled: tuple[CompiledLayer, ...] = ()
-        self._kernels: StepKernels | None = None
+        self._steps = ViewSteps(layers)
         self.step_warm_up: StepWarmUp | None = None
         view = self._view(layers.start)
         self._costs = StateCosts(layers, measured_costs(view, self._one_position()))
@@ -162,12 +162,16 @@ class TorchModelShard:
             try:
                 outcomes = self._forward_together(ran, torch.cat(list(ready.values())), began)
             except Exception as error:  # noqa: BLE001 - as above
-                for work in ran:
-                    if work.state is not None:
-                        work.state.spoil()
-                outcomes = [self._told(error, work.start) for work in ran]
+                outcomes = self._failed_together(ran, error)
             results |= zip(ready, outcomes, strict=True)
         return results
+
+    def _failed_together(self, works: Sequence[ShardWork], error: Exception) -> list[ShardResult | Exception]:
+        for work in works:
+            if work.state is not None:
+                work.state.spoil()
+        self._step_failed(works[0].position, 1, error)
+        return [self._told(error, work.start) for work in works]
 
     def _told(self, error: Exception, start: int) -> Exception:
         """The error that a caller gets for what a frame raised."""
@@ -205,11 +209,8 @@ class TorchModelShard:
     def use_compiled(self, layers: Sequence[CompiledLayer]) -> None:
         """Take decode steps that need not be exact through ``layers``, one for each of the shard's."""
         with self._views_lock:
-            if self._closed:
-                return
-            self._compiled = tuple(layers)
-            for view in self._views.values():
-                self._put_step(view)
+            if not self._closed:
+                self._steps.use_compiled(layers, self._views.values())
 
     def use_kernels(self, find: Callable[[], StepKernels | None] = step_kernels) -> None:
         """Take decode steps that need not be exact through C kernels, where layers can be run so and there are some.
@@ -221,29 +222,30 @@ class TorchModelShard:
         if kernels is None:
             return
         with self._running, self._views_lock:
-            self._kernels = kernels
-            for view in self._views.values():
-                view.use_kernels(kernels)
+            self._steps.use_kernels(kernels, self._views.values())
+        try:
+            self._run_two()  # what cannot run is found out before it serves
+        except Exception as error:  # noqa: BLE001 - the plain steps serve
+            self._step_failed(1, 1, error)
 
     @property
     def runs_native(self) -> bool:
         """Whether decode steps go through kernels of C."""
         return self._view(self.layers.start).native is not None
 
-    def _put_step(self, view: LayerView) -> None:
-        if self._kernels is not None:
-            view.use_kernels(self._kernels)
-        if self._compiled:
-            ours = self._compiled[view.layers.start - self.layers.start :]
-            view.step = CompiledStep(view, ours, view.look_at_cancel)
+    @torch.inference_mode()
+    def _run_two(self) -> None:
+        view, inputs = self._view(self.layers.start), self._one_position()
+        cache, sample = view.new_cache(), int(self.is_last)
+        with self._running:
+            for position in range(2):
+                view.forward(inputs, position=position, cache=cache, sample=sample, cancelled=never)
 
-    def _let_go_of_compiled(self, error: BaseException) -> None:
-        """After a compiled step failed in a frame: whatever is wrong with it, the plain one goes on."""
-        logger.warning("decode steps of layers %s are plain again, the compiled one failed: %r", self.layers, error)
-        with self._views_lock:
-            self._compiled = ()
-            for view in self._views.values():
-                view.step = None
+    def _step_failed(self, position: int, seq_len: int, error: BaseException) -> None:
+        """A frame that need not be exact failed."""
+        if not isinstance(error, ForwardCancelledError):
+            with self._views_lock:
+                self._steps.failed(position, seq_len, error, list(self._views.values()))
 
     def close(self) -> None:
         """See :class:`~meshnet_node.shard_work.ShardBackend`.
@@ -255,9 +257,7 @@ class TorchModelShard:
             self.step_warm_up.stop()
         with self._running, self._views_lock:
             self._closed = True
-            self._compiled = ()
-            for view in self._views.values():
-                view.step = view.native = None
+            self._steps.clear(self._views.values())
             for model in (self._model, *(view.model for view in self._views.values())):
                 for module in model.modules():
                     module._parameters.clear()
@@ -295,8 +295,8 @@ class TorchModelShard:
         except BaseException as error:
             if work.state is not None:
                 work.state.spoil()
-            if view.step is not None and work.seq_len == 1 and not isinstance(error, ForwardCancelledError):
-                self._let_go_of_compiled(error)
+            if not work.exact:
+                self._step_failed(work.position, work.seq_len, error)
             raise
         logits = output[0].float() if sample else None
         return ShardResult(hidden=hidden, logits=logits, seconds=time.perf_counter() - began)
@@ -382,7 +382,7 @@ class TorchModelShard:
                     raise InvalidInputError(f"effective start {start} lies outside this shard's layers {self.layers}")
                 check_split(self._model.config, self.layers.starting_at(start))
                 self._views[start] = LayerView(self._model, self.layers, start, self._family)
-                self._put_step(self._views[start])
+                self._steps.put(self._views[start])
             return self._views[start]
 
     def _one_position(self) -> torch.Tensor:

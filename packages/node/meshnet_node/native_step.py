@@ -17,25 +17,21 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from meshnet_node.cpu_attention import attend
 from meshnet_node.growing_cache import GrowingLayer, GrowingWindowLayer
+from meshnet_node.native_attention import NativeAttention
 from meshnet_node.native_embedding import native_embedding
 from meshnet_node.native_room import NativeRoom, RoomShape
 from meshnet_node.packed_linear import PackedLinear
 from meshnet_node.quantised_layers import QuantisedLinear
-from meshnet_node.quick_layer import QuickAttention, QuickLayer, QuickMlp, RmsNorm
+from meshnet_node.quick_layer import QuickLayer, QuickMlp, RmsNorm
 from meshnet_node.rope_table import RopeTable, Turn
-from meshnet_node.step_kernels import MOST_WIDTH, AttentionShape, StepKernels
+from meshnet_node.step_kernels import MOST_WIDTH, StepKernels
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """bfloat16 ``[rows, in]`` -> ``[rows, out]``, dense and its own."""
 
 MOST_ROWS = 17
 """Positions of one session that are run as rows, one after the other through attention: a step's and its drafts'."""
-
-_FEW_THREADS = 2
-_FEW_VALUES = 1 << 18
-"""Up to so many threads, or values of a position's queries times positions, a kernel's one thread is the quicker."""
 
 
 def native_step(base: Any, layers: Sequence[nn.Module], cache: DynamicCache, kernels: StepKernels) -> NativeStep | None:
@@ -126,6 +122,8 @@ class NativeStep:
         room = self._rooms[rows]
         turns = self._rope.at(positions)
         hidden = self._embed(inputs) if inputs.dim() == 2 else inputs
+        if hidden.dtype is not torch.bfloat16:  # it is read by address
+            raise TypeError(f"a native step takes hidden states in bfloat16, not in {hidden.dtype}")
         residual = hidden.reshape(rows, -1).contiguous()
         branch = None
         for number, layer in enumerate(self._layers):
@@ -204,48 +202,6 @@ class _NativeLayer:
         gates = self._project_gates(room.normed)
         kernels.silu_mul(gates.data_ptr(), room.gated_at, rows, room.shape.gated)
         return out, self._mlp(room.gated)
-
-
-class NativeAttention:
-    """The attention of one layer, without its products."""
-
-    def __init__(self, attention: QuickAttention, kernels: StepKernels) -> None:
-        self._module = attention
-        self._heads, self._width, self._scaling = attention.heads, attention.width, attention.scaling
-        self._head_norm = None if attention.eps is None else attention.head_norm.contiguous()
-        self._shape = AttentionShape(
-            None if self._head_norm is None else self._head_norm.data_ptr(),
-            *(attention.heads, attention.key_heads, attention.width, attention.turns),
-            *(attention.scaling, attention.eps or 0.0),
-        )
-        self._row_bytes = (attention.heads + 2 * attention.key_heads) * attention.width * 2
-        self._out_bytes = attention.heads * attention.width * 2
-        self._like = torch.empty(1, attention.key_heads, 1, attention.width, dtype=torch.bfloat16)
-        self._attend = kernels.attend
-
-    def run(self, projected: torch.Tensor, room: NativeRoom, turns: Sequence[Turn], slots: Sequence[Any]) -> None:
-        """From queries, keys and values ``[rows, ...]``, which are changed, to ``room.attended``."""
-        at, out_at = projected.data_ptr(), room.attended_at
-        for row, (turn, slot) in enumerate(zip(turns, slots, strict=True)):
-            keys, values = slot.reserve(self._like, self._like)
-            positions = keys.shape[2]
-            here = positions * self._heads * self._width <= _FEW_VALUES or torch.get_num_threads() <= _FEW_THREADS
-            self._attend(
-                *(self._shape, at, *turn, keys.data_ptr(), values.data_ptr()),
-                *(keys.stride(1), values.stride(1), positions),
-                *(room.scores_at(positions) if here else None, out_at if here else None),
-            )
-            if not here:
-                self._attend_with_torch(projected[row], keys, values, room.attended[row])
-            at, out_at = at + self._row_bytes, out_at + self._out_bytes
-
-    def _attend_with_torch(
-        self, projected: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """With all threads, where there is enough to do for them; the queries are normed and turned."""
-        query = projected[: self._heads * self._width].view(1, self._heads, 1, self._width)
-        found, _ = attend(self._module, query, keys, values, None, scaling=self._scaling)
-        out.copy_(found.reshape(-1))
 
 
 def product_of(module: nn.Module) -> Product:

@@ -5,6 +5,7 @@ Only where a position's are the same whatever comes after it; else they are made
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from meshnet_node.quick_layer import QuickRope
 
 BLOCK = 256
 """Positions that are made at once."""
+
+MOST_BLOCKS = 64
+"""Blocks that are kept: half a MiB each at most, for as many sessions at different places."""
 
 _DEPENDS_ON_LENGTH = frozenset({"dynamic", "longrope"})
 """Kinds of rope whose frequencies change once a sequence is longer than some number."""
@@ -34,7 +38,7 @@ class RopeTable:
         own: Any = rope.rope
         self._rope, self._like = rope, like
         self._is_fixed = getattr(own, "rope_type", None) not in _DEPENDS_ON_LENGTH and hasattr(own, "rope_type")
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()  # the newest last
         self._last: list[_Block] = []  # what the addresses given last are in
 
     def at(self, positions: Sequence[int]) -> list[Turn]:
@@ -48,6 +52,10 @@ class RopeTable:
                 block = _Block(self._rope, self._like, position - within, BLOCK if self._is_fixed else 1)
                 if self._is_fixed:
                     self._blocks[number] = block
+                    if len(self._blocks) > MOST_BLOCKS:
+                        self._blocks.popitem(last=False)
+            elif len(self._blocks) == MOST_BLOCKS:
+                self._blocks.move_to_end(number)
             self._last.append(block)
             found.append((block.cosines_at + within * block.row, block.sines_at + within * block.row))
         return found

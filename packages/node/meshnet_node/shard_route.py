@@ -48,6 +48,11 @@ class ShardRoute:
         self.dtype = max((shard.dtype for shard in self._shards), key=len)  # one without packed layers is part of it
         self._wire_dtype = wire_dtype(shard.dtype for shard in self._shards)
 
+    @property
+    def runs_native(self) -> bool:
+        """Whether steps go through kernels of C on every shard."""
+        return all(shard.runs_native for shard in self._shards)
+
     def compile(self, compile_layers: Compile) -> str | None:
         """Have every shard take compiled decode steps; blocks until they do.
 

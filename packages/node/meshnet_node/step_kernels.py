@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
@@ -23,8 +24,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from meshnet_core.errors import MeshnetError, UnsupportedModelError
-from meshnet_node.atomic_file import renamed_when_done
+from meshnet_core.errors import UnsupportedModelError
+from meshnet_node.atomic_file import remove_stale, renamed_when_done
 from meshnet_node.cache_folder import default_cache_dir, writing_to_cache
 from meshnet_node.processor_name import processor_name
 
@@ -60,7 +61,7 @@ class AttentionShape(ctypes.Structure):
 class StepKernels:
     """The functions of one library. Arguments are addresses of dense bfloat16 tensors, unless it says otherwise.
 
-    The interpreter's lock is kept meanwhile: they take microseconds.
+    The interpreter's lock is kept meanwhile: they take microseconds, but for `attend_long`.
 
     Attributes:
         norm: ``(x, weight, out, rows, width, eps)``: transformers' RMS norm of each row.
@@ -72,6 +73,7 @@ class StepKernels:
             last of ``positions`` rows of their slot, ``[key_heads, positions, width]`` with that many values from head
             to head; ``out`` ``[heads, width]`` is what attention gives, or None for none. The first half of ``sines``
             is negated. ``scores``: room for ``MOST_HEADS * positions`` float32.
+        attend_long: the same, and other threads may run meanwhile.
         take: ``(codes, scales, out, groups, planes, half, byte, shift, stride)``: one row of a packed matrix. ``codes``
             is of its block (uint8, ``half`` bytes a column, the row's at ``byte``, by ``shift`` bits), ``scales`` of
             its first group (the next one's are ``stride`` values on).
@@ -87,6 +89,7 @@ class StepKernels:
         self.take = _bound(library.meshnet_take, p, p, p, n, n, n, n, n, c_int64)
         attended = (POINTER(AttentionShape), p, p, p, p, p, c_int64, c_int64, n, p, p)
         self.attend = _bound(library.meshnet_attend, *attended)
+        self.attend_long = _bound(ctypes.CDLL(str(path)).meshnet_attend, *attended)
 
 
 def _bound(function: Any, *arguments: Any) -> Any:
@@ -100,17 +103,25 @@ def step_kernels() -> StepKernels | None:
     try:
         kernels = StepKernels(_built())
         check(kernels)
-    except (MeshnetError, OSError, subprocess.SubprocessError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever is odd about a compiler, a node serves without it
         logger.info("small operations of decode steps are torch's: %s", error)
         return None
     return kernels
 
 
-def compiler() -> str | None:
-    """The C compiler: what CC names, or the first that is found; None where there is none."""
-    named = os.environ.get("CC")
-    found = (shutil.which(name) for name in ([named] if named else _COMPILERS))
-    return next((path for path in found if path), None)
+def compiler() -> list[str]:
+    """The command of the C compiler: what CC says, with its arguments, or the first that is found.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    named = shlex.split(os.environ.get("CC", ""))
+    for name, *arguments in [named] if named else [[each] for each in _COMPILERS]:
+        if path := shutil.which(name):
+            return [path, *arguments]
+    if named:
+        raise UnsupportedModelError(f"CC names {named[0]}, which is not on the path")
+    raise UnsupportedModelError("there is no C compiler on the path; cc, or what CC names, makes them quicker")
 
 
 def _built() -> Path:
@@ -120,34 +131,36 @@ def _built() -> Path:
         UnsupportedModelError: there is no compiler, or it fails, and what it said.
         InvalidInputError: the cache folder cannot be written to.
     """
-    path = compiler()
-    if path is None:
-        raise UnsupportedModelError("there is no C compiler on the path; cc, or what CC names, makes them quicker")
-    made_of = (SOURCE.read_bytes(), FLAGS, _NATIVE, path, Path(path).stat().st_mtime_ns, processor_name())
+    command = compiler()
+    made_of = (SOURCE.read_bytes(), FLAGS, _NATIVE, command, Path(command[0]).stat().st_mtime_ns, processor_name())
     target = default_cache_dir() / "kernels" / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.so"
     if target.is_file():
         return target
     with writing_to_cache():
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        remove_stale(target.parent)
         with renamed_when_done(target) as partial:
-            _build(path, partial)
+            _build(command, partial)
     return target
 
 
-def _build(path: str, target: Path) -> None:
+def _build(command: list[str], target: Path) -> None:
     said = ""
     for native in _NATIVE:
         ran = subprocess.run(  # noqa: S603 - the user's own compiler, and a file of ours
-            [path, *FLAGS, native, str(SOURCE), "-o", str(target), "-lm"],
+            [*command, *FLAGS, native, str(SOURCE), "-o", str(target), "-lm"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_BUILD_TIMEOUT_S,
             check=False,
         )
-        if ran.returncode == 0:
+        if ran.returncode == 0 and target.is_file():
             return
         said = said or ran.stderr.strip()
-    raise UnsupportedModelError(f"{path} cannot build them: {said.splitlines()[-1] if said else 'it says nothing'}")
+    raise UnsupportedModelError(
+        f"{' '.join(command)} cannot build them: {said.splitlines()[-1] if said else 'it says nothing'}"
+    )
 
 
 def check(kernels: StepKernels) -> None:
@@ -169,20 +182,28 @@ def check(kernels: StepKernels) -> None:
     _same("second sum", summed, inputs + other + other)
     kernels.silu_mul(gates.data_ptr(), out.data_ptr(), rows, width)
     _same("gate", out, functional.silu(gates[:, :width]) * gates[:, width:])
-    for heads, key_heads, width in ((6, 2, 64), (5, 1, 128), (2, 2, 24)):
-        _check_attention(kernels, draw, AttentionShape(None, heads, key_heads, width, 0, width**-0.5, 0.0))
+    for heads, key_heads, width, turns in ((6, 2, 64, 1), (5, 1, 128, 0), (2, 2, 24, 1)):
+        _check_attention(kernels, draw, AttentionShape(None, heads, key_heads, width, turns, width**-0.5, eps))
+    _check_take(kernels, draw)
 
 
 def _check_attention(kernels: StepKernels, draw: torch.Generator, shape: AttentionShape) -> None:
+    """With norms of heads where it has rope."""
     heads, key_heads, width, positions = shape.heads, shape.key_heads, shape.width, 37
-    projected = _drawn(draw, heads + 2 * key_heads, width)
+    projected, weight = _drawn(draw, heads + 2 * key_heads, width), _drawn(draw, heads + key_heads, width)
+    cosines, sines = _drawn(draw, width), _drawn(draw, width)
+    turned, value = projected[:-key_heads], projected[-key_heads:].clone()
+    if shape.turns:
+        shape.head_norm = weight.data_ptr()
+        turned = functional.rms_norm(turned, (width,), None, shape.eps) * weight
+        turned = turned * cosines + turned.roll(width // 2, -1) * sines
+    query, key = turned[:heads].clone(), turned[heads:].clone()
     keys, values = (_drawn(draw, key_heads, positions + 3, width) for _ in range(2))
     scores, found = torch.empty(MOST_HEADS * positions), torch.empty(heads, width, dtype=torch.bfloat16)
     kernels.attend(
-        *(shape, projected.data_ptr(), None, None, keys.data_ptr(), values.data_ptr()),
+        *(shape, projected.data_ptr(), cosines.data_ptr(), sines.data_ptr(), keys.data_ptr(), values.data_ptr()),
         *(keys.stride(0), values.stride(0), positions, scores.data_ptr(), found.data_ptr()),
     )
-    query, key, value = projected[:heads], projected[heads:-key_heads], projected[-key_heads:]
     _same("new keys and values", torch.cat([keys[:, positions - 1], values[:, positions - 1]]), torch.cat([key, value]))
     attended = functional.scaled_dot_product_attention(
         query.float().view(1, heads, 1, width),
@@ -191,6 +212,20 @@ def _check_attention(kernels: StepKernels, draw: torch.Generator, shape: Attenti
         enable_gqa=True,
     )
     _same("attention", found, attended.view(heads, width).bfloat16())
+
+
+def _check_take(kernels: StepKernels, draw: torch.Generator) -> None:
+    """Of a block of four rows, two a byte, and two groups of 32 columns: the row at byte 1, in its upper half."""
+    groups, half, group = 2, 2, 32
+    for planes in (1, 2):
+        codes = torch.randint(0, 256, (groups, planes, group, half), generator=draw, dtype=torch.uint8)
+        scales, out = _drawn(draw, groups, 4, 2), torch.empty(groups, group, dtype=torch.bfloat16)
+        at = (codes.data_ptr(), scales[:, 3].data_ptr(), out.data_ptr())
+        kernels.take(*at, groups, planes, half, 1, 4, scales.stride(0))
+        own = (codes[..., 1] >> 4).float()
+        scale, zero = scales[:, 3, :1].float(), scales[:, 3, 1:].float()
+        wanted = (own[:, 0] - 8) * scale + zero if planes == 1 else (16 * own[:, 0] + own[:, 1] - 128) * scale
+        _same("row of a packed matrix", out, wanted.bfloat16())
 
 
 def _drawn(draw: torch.Generator, *shape: int) -> torch.Tensor:

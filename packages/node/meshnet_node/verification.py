@@ -90,6 +90,7 @@ class Verification:
         tolerance: what passed for rounding.
         results: in the order they were run.
         refused: splits that this model does not take, with the reason; no check was run on them.
+        steps: what decode steps of the splits were: ``plain``, ``native``, or ``compiled`` where those were asked for.
     """
 
     dtype: str
@@ -97,6 +98,7 @@ class Verification:
     tolerance: Tolerance
     results: tuple[CheckResult, ...]
     refused: tuple[tuple[Split, str], ...]
+    steps: str = "plain"
 
     @property
     def differing(self) -> tuple[CheckResult, ...]:
@@ -161,7 +163,7 @@ def verify(
     progress("the whole model", 0, total)
     reference, whole = _refer(UnsplitModel(folder, kind, on, quantize), prompts, tokens, kind)
     results, refused = [whole], []
-    computed = dtype_name(kind)
+    computed, steps = dtype_name(kind), "plain" if compile_layers is None else "compiled"
     for number, split in enumerate(splits):
         first = 1 + number * len(checked)
         gc.collect()  # the model or the shards before this: they hold themselves in cycles
@@ -178,11 +180,12 @@ def verify(
             progress(f"{check} of {split}", first + index, total)
             results.append(checks.run(check, split))
         computed = route.dtype
+        steps = "native" if route.runs_native else steps
         del checks, route
     if len(refused) == len(splits):
         raise UnsupportedModelError(refused[0][1])
     progress("done", total, total)
-    return Verification(computed, str(on), reference.tolerance, tuple(results), tuple(refused))
+    return Verification(computed, str(on), reference.tolerance, tuple(results), tuple(refused), steps)
 
 
 def _refer(

@@ -169,7 +169,8 @@ class Directory:
             if node.beat < lease.node.beat or (node.beat == lease.node.beat and heard_at <= lease.heard_at):
                 return
             if node.beat == lease.node.beat != 0:
-                lease.heard_at = heard_at
+                # It lasts longer because of what another tracker says, even where the node spoke to this one as well.
+                lease.heard_at, lease.relayed = heard_at, True
                 return
         elif lease is not None and start_of(node) < start_of(lease.node):
             return
