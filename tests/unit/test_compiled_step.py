@@ -303,10 +303,14 @@ def test_a_step_that_fails_in_a_frame_is_not_used_again(models: Models, caplog: 
     route = Route([(shard, 0)])
     states = route.open()
     route.prefill(random_prompt(5), states)
+    shard._step_failed(5, 1, RuntimeError("several sessions' steps, which are not compiled"), together=True)
+    shard._step_failed(0, 1, RuntimeError("a first frame"))
+    assert shard.runs_compiled
     broken.append(1)
     with pytest.raises(HopFailedError, match="the library broke"):
         route.decode([1], 5, states)
     assert any("plain again" in message for message in caplog.messages)
+    assert not shard.runs_compiled
     states = route.open()
     route.prefill(random_prompt(5), states)
     assert route.decode([1], 5, states).shape[0] == 1

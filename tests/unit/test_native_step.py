@@ -307,6 +307,20 @@ def test_exact_frames_that_fail_say_nothing_of_native_steps(
     assert shard.runs_native
 
 
+def test_what_is_no_fault_of_the_layers_leaves_native_steps(shards: Callable[..., TorchModelShard]) -> None:
+    shard = shards("llama")
+    shard.use_kernels()
+    failures = [HopFailedError("hidden states overflow float16 on the wire"), ForwardCancelledError("a frame")]
+    for failure in failures:
+        shard._step_failed(4, 1, failure)
+        assert shard.runs_native
+    shard._step_failed(4, MOST_ROWS + 1, RuntimeError("of a long frame"))
+    shard._step_failed(0, 1, RuntimeError("of a first frame"))
+    assert shard.runs_native
+    shard._step_failed(4, 1, RuntimeError("of a step"))
+    assert not shard.runs_native
+
+
 def test_hidden_states_of_another_dtype_are_refused(shards: Callable[..., TorchModelShard]) -> None:
     shard = shards("llama")
     shard.use_kernels()
@@ -414,4 +428,4 @@ def _bytes_at(address: int, count: int) -> bytearray:
 
 
 def test_this_machines_kernels_are_made_once() -> None:
-    assert step_kernels() is step_kernels()
+    assert step_kernels() is step_kernels() is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,7 @@ def test_attention_is_that_of_double_precision(
     )
     # A norm that rounds to the neighbour moves one query or key by a last place.
     torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(keys.float(), past[0].float(), rtol=2**-6, atol=1e-30)
+    torch.testing.assert_close(keys.float(), past[0].float(), rtol=2**-6, atol=2**-6)
     assert torch.equal(values, past[1])
 
 
@@ -131,12 +132,17 @@ def test_without_a_place_for_it_attention_is_left_out(kernels: StepKernels) -> N
 @needs_compiler
 def test_what_was_built_is_kept_for_a_compiler_and_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHNET_CACHE", str(tmp_path))
-    first = module._built()
-    monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
-    assert module._built() == first
-    monkeypatch.setattr(module, "processor_name", lambda: "another")
-    with pytest.raises(pytest.fail.Exception, match="built again"):
-        module._built()
+    path, is_new = module._built()
+    assert is_new
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_build", lambda *_: pytest.fail("built again"))
+        assert module._built() == (path, False)
+        patched.setattr(module, "processor_name", lambda: "another")
+        with pytest.raises(pytest.fail.Exception, match="built again"):
+            module._built()
+    path.write_bytes(b"damaged")
+    assert step_kernels.__wrapped__() is not None
+    assert path.stat().st_size > len(b"damaged")
 
 
 def test_without_a_compiler_there_are_none(
@@ -152,11 +158,15 @@ def test_without_a_compiler_there_are_none(
     with caplog.at_level(logging.INFO):
         assert step_kernels.__wrapped__() is None
     assert "CC names nonsense, which is not on the path" in caplog.text
+    monkeypatch.setenv("CC", "gcc 'half a word")
+    with caplog.at_level(logging.INFO):
+        assert step_kernels.__wrapped__() is None
+    assert "CC is no command" in caplog.text
 
 
 def test_a_compiler_may_be_named_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = script(tmp_path / "wrapper", "")
-    monkeypatch.setenv("CC", f"{tool} gcc '-DA=b c'")
+    monkeypatch.setenv("CC", f"{shlex.quote(str(tool))} gcc '-DA=b c'")
     assert compiler() == [str(tool), "gcc", "-DA=b c"]
 
 
@@ -174,7 +184,7 @@ def test_a_compiler_that_fails_is_quoted(
 ) -> None:
     broken = script(tmp_path / "my-cc", does)
     monkeypatch.setenv("MESHNET_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("CC", shlex.quote(str(broken)))
     with caplog.at_level(logging.INFO):
         assert step_kernels.__wrapped__() is None
     assert f"{broken} {said}" in caplog.text
@@ -228,7 +238,7 @@ def test_code_that_computes_something_else_is_not_used(
     altered.write_text(text.replace(was, becomes), "utf-8")
     monkeypatch.setenv("MESHNET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "SOURCE", altered)
-    kernels = StepKernels(module._built())
+    kernels = StepKernels(module._built()[0])
     with pytest.raises(UnsupportedModelError, match=said):
         check(kernels)
     assert step_kernels.__wrapped__() is None

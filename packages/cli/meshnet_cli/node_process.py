@@ -200,12 +200,15 @@ def _compile_status(shards: ShardPool) -> dict[str, Any]:
     """How far each shard's compiled step is, where that was asked for, and which shards have kernels."""
     told = {}
     for offer in shards:
-        warm_up = None if offer.shard is None else getattr(offer.shard.backend, "step_warm_up", None)
-        if offer.shard is not None and getattr(offer.shard.backend, "runs_native", False):
+        backend = None if offer.shard is None else offer.shard.backend
+        warm_up = getattr(backend, "step_warm_up", None)
+        if getattr(backend, "runs_native", False):
             told[str(offer)] = {"state": "native", "seconds": 0.0, "detail": ""}
         if warm_up is not None:
-            state, seconds, detail = warm_up.status.state, warm_up.elapsed_s, warm_up.status.detail
-            told[str(offer)] = {"state": state.value, "seconds": round(seconds, 1), "detail": detail}
+            state, seconds, detail = warm_up.status.state.value, warm_up.elapsed_s, warm_up.status.detail
+            if state == "ready" and not getattr(backend, "runs_compiled", True):
+                state, detail = "refused", "it failed in a frame, see the log"
+            told[str(offer)] = {"state": state, "seconds": round(seconds, 1), "detail": detail}
     return {"compile": told} if told else {}
 
 

@@ -207,10 +207,10 @@ class LayerView:
         if cache is not None and not plain and position > 0:
             if seq_len == 1 and self.step is not None and self.step.takes(cache):
                 step = self.step
-            elif self.native is not None and self.takes_native(position, seq_len):
+            elif (native := self.native) is not None and self.takes_native(position, seq_len):
                 at = range(position, position + seq_len)
                 rows = inputs.transpose(0, 1)  # each position sees those before it in the session's own slots
-                found = self._run_native(self.native, rows, at, [cache] * seq_len, sample, cancelled)
+                found = self._run_native(native, rows, at, [cache] * seq_len, sample, cancelled)
                 return found.transpose(0, 1)
         positions = torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0)
         return self._run(inputs, positions, self._masks(seq_len), cache, sample, cancelled, step)
@@ -239,9 +239,9 @@ class LayerView:
         Raises:
             ForwardCancelledError: some layers of ``caches`` may have advanced, as after any other exception.
         """
-        if self.native is not None:
+        if (native := self.native) is not None:
             rows = len(positions) if sample else 0
-            return self._run_native(self.native, inputs, positions, caches, rows, cancelled)
+            return self._run_native(native, inputs, positions, caches, rows, cancelled)
         at = torch.tensor(positions, device=inputs.device).unsqueeze(1)
         cache = RaggedCache(caches)
         own = self.config._attn_implementation

@@ -170,7 +170,7 @@ class TorchModelShard:
         for work in works:
             if work.state is not None:
                 work.state.spoil()
-        self._step_failed(works[0].position, 1, error)
+        self._step_failed(works[0].position, 1, error, together=True)
         return [self._told(error, work.start) for work in works]
 
     def _told(self, error: Exception, start: int) -> Exception:
@@ -221,12 +221,20 @@ class TorchModelShard:
         kernels = find() if self._view(self.layers.start).may_run_native else None
         if kernels is None:
             return
-        with self._running, self._views_lock:
-            self._steps.use_kernels(kernels, self._views.values())
-        try:
-            self._run_two()  # what cannot run is found out before it serves
-        except Exception as error:  # noqa: BLE001 - the plain steps serve
-            self._step_failed(1, 1, error)
+        with self._running:
+            if self._closed:
+                return
+            with self._views_lock:
+                self._steps.use_kernels(kernels, self._views.values())
+            try:
+                self._run_two()  # what cannot run is found out before it serves
+            except Exception as error:  # noqa: BLE001 - the plain steps serve
+                self._step_failed(1, 1, error)
+
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether decode steps of one session go through compiled layers."""
+        return self._view(self.layers.start).step is not None
 
     @property
     def runs_native(self) -> bool:
@@ -237,15 +245,14 @@ class TorchModelShard:
     def _run_two(self) -> None:
         view, inputs = self._view(self.layers.start), self._one_position()
         cache, sample = view.new_cache(), int(self.is_last)
-        with self._running:
-            for position in range(2):
-                view.forward(inputs, position=position, cache=cache, sample=sample, cancelled=never)
+        for position in range(2):
+            view.forward(inputs, position=position, cache=cache, sample=sample, cancelled=never)
 
-    def _step_failed(self, position: int, seq_len: int, error: BaseException) -> None:
-        """A frame that need not be exact failed."""
-        if not isinstance(error, ForwardCancelledError):
+    def _step_failed(self, position: int, seq_len: int, error: BaseException, *, together: bool = False) -> None:
+        """A frame that need not be exact failed. What is told of in our own words is not the layers' fault."""
+        if not isinstance(error, ForwardCancelledError | MeshnetError):
             with self._views_lock:
-                self._steps.failed(position, seq_len, error, list(self._views.values()))
+                self._steps.failed(position, seq_len, error, list(self._views.values()), together=together)
 
     def close(self) -> None:
         """See :class:`~meshnet_node.shard_work.ShardBackend`.

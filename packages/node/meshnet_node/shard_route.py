@@ -49,9 +49,11 @@ class ShardRoute:
         self._wire_dtype = wire_dtype(shard.dtype for shard in self._shards)
 
     @property
-    def runs_native(self) -> bool:
-        """Whether steps go through kernels of C on every shard."""
-        return all(shard.runs_native for shard in self._shards)
+    def steps(self) -> str:
+        """What decode steps are: ``compiled`` or ``native`` if they are on every shard, else ``plain``."""
+        if all(shard.runs_compiled for shard in self._shards):
+            return "compiled"
+        return "native" if all(shard.runs_native for shard in self._shards) else "plain"
 
     def compile(self, compile_layers: Compile) -> str | None:
         """Have every shard take compiled decode steps; blocks until they do.

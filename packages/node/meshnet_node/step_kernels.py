@@ -101,11 +101,22 @@ def _bound(function: Any, *arguments: Any) -> Any:
 def step_kernels() -> StepKernels | None:
     """This machine's, built where they are not yet; None where they cannot be had, which is said once in the log."""
     try:
-        kernels = StepKernels(_built())
-        check(kernels)
+        path, is_new = _built()
+        try:
+            return _checked(path)
+        except Exception:
+            if is_new:
+                raise
+        path.unlink(missing_ok=True)  # damaged, or of another system that shares the folder
+        return _checked(_built()[0])
     except Exception as error:  # noqa: BLE001 - whatever is odd about a compiler, a node serves without it
         logger.info("small operations of decode steps are torch's: %s", error)
         return None
+
+
+def _checked(path: Path) -> StepKernels:
+    kernels = StepKernels(path)
+    check(kernels)
     return kernels
 
 
@@ -115,7 +126,10 @@ def compiler() -> list[str]:
     Raises:
         UnsupportedModelError: there is none.
     """
-    named = shlex.split(os.environ.get("CC", ""))
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise UnsupportedModelError(f"CC is no command: {error}") from error
     for name, *arguments in [named] if named else [[each] for each in _COMPILERS]:
         if path := shutil.which(name):
             return [path, *arguments]
@@ -124,8 +138,8 @@ def compiler() -> list[str]:
     raise UnsupportedModelError("there is no C compiler on the path; cc, or what CC names, makes them quicker")
 
 
-def _built() -> Path:
-    """The library, from the cache folder or built.
+def _built() -> tuple[Path, bool]:
+    """The library, from the cache folder or built; and whether it was built now.
 
     Raises:
         UnsupportedModelError: there is no compiler, or it fails, and what it said.
@@ -135,13 +149,13 @@ def _built() -> Path:
     made_of = (SOURCE.read_bytes(), FLAGS, _NATIVE, command, Path(command[0]).stat().st_mtime_ns, processor_name())
     target = default_cache_dir() / "kernels" / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.so"
     if target.is_file():
-        return target
+        return target, False
     with writing_to_cache():
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_stale(target.parent)
         with renamed_when_done(target) as partial:
             _build(command, partial)
-    return target
+    return target, True
 
 
 def _build(command: list[str], target: Path) -> None:

@@ -90,7 +90,8 @@ class Verification:
         tolerance: what passed for rounding.
         results: in the order they were run.
         refused: splits that this model does not take, with the reason; no check was run on them.
-        steps: what decode steps of the splits were: ``plain``, ``native``, or ``compiled`` where those were asked for.
+        steps: what decode steps of the splits were in the end: ``plain``, ``native``, ``compiled``; or ``native and
+            plain``, say, where they differed.
     """
 
     dtype: str
@@ -163,7 +164,8 @@ def verify(
     progress("the whole model", 0, total)
     reference, whole = _refer(UnsplitModel(folder, kind, on, quantize), prompts, tokens, kind)
     results, refused = [whole], []
-    computed, steps = dtype_name(kind), "plain" if compile_layers is None else "compiled"
+    computed = dtype_name(kind)
+    took: set[str] = set()
     for number, split in enumerate(splits):
         first = 1 + number * len(checked)
         gc.collect()  # the model or the shards before this: they hold themselves in cycles
@@ -180,12 +182,14 @@ def verify(
             progress(f"{check} of {split}", first + index, total)
             results.append(checks.run(check, split))
         computed = route.dtype
-        steps = "native" if route.runs_native else steps
+        took.add(route.steps)
         del checks, route
     if len(refused) == len(splits):
         raise UnsupportedModelError(refused[0][1])
     progress("done", total, total)
-    return Verification(computed, str(on), reference.tolerance, tuple(results), tuple(refused), steps)
+    return Verification(
+        computed, str(on), reference.tolerance, tuple(results), tuple(refused), " and ".join(sorted(took))
+    )
 
 
 def _refer(

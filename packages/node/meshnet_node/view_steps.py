@@ -54,9 +54,18 @@ class ViewSteps:
         for view in views:
             view.step = view.native = None
 
-    def failed(self, position: int, seq_len: int, error: BaseException, views: Sequence[LayerView]) -> None:
-        """A frame failed that may have taken one of the ways: whatever is wrong with it, the plain one goes on."""
-        if self._compiled and seq_len == 1:
+    def failed(
+        self, position: int, seq_len: int, error: BaseException, views: Sequence[LayerView], *, together: bool = False
+    ) -> None:
+        """Layers of a frame failed that may have taken one of the ways: whatever is wrong, the plain one goes on.
+
+        Args:
+            position, seq_len: of the frame.
+            error: that was raised.
+            views: of the shard.
+            together: whether steps of several sessions ran, which are never compiled.
+        """
+        if self._compiled and not together and seq_len == 1 and position > 0:
             logger.warning(
                 "decode steps of layers %s are plain again, the compiled one failed: %r", self._layers, error
             )

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 LEASE_S = 15.0
 MAX_NODES = 10_000
 NEIGHBOURS = 4  # told to a node that asks whose links to measure
+_ON_ITS_WAY_S = 0.1  # what an entry may be older than another tracker can tell
 GOODBYE_LEASES = 4  # for so long a goodbye is remembered: an announcement that was under way when it came is older
 
 
@@ -169,8 +170,9 @@ class Directory:
             if node.beat < lease.node.beat or (node.beat == lease.node.beat and heard_at <= lease.heard_at):
                 return
             if node.beat == lease.node.beat != 0:
-                # It lasts longer because of what another tracker says, even where the node spoke to this one as well.
-                lease.heard_at, lease.relayed = heard_at, True
+                # It lasts longer because of what another tracker says, though the node spoke to this one as well.
+                lease.relayed = lease.relayed or heard_at - lease.heard_at > _ON_ITS_WAY_S
+                lease.heard_at = heard_at
                 return
         elif lease is not None and start_of(node) < start_of(lease.node):
             return
