@@ -5,8 +5,11 @@ Unlike `meshnet up` it says each process's id, lets a node's environment be set,
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
+import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +18,11 @@ from pathlib import Path
 from benchmarks.environment import cores
 from benchmarks.memory import peak_rss, rss
 from meshnet_cli.children import Child, Children
+from meshnet_cli.complaint import CommandFailedError
 
 START_TIMEOUT_S = 60.0
 NODE_TIMEOUT_S = 600.0
+WAITING_S = 2.0  # until a node that waits has done all that it does meanwhile
 
 # Environments of a node by the name of a wait policy: what its OpenMP threads do between two parallel regions.
 WAIT_POLICIES: dict[str, dict[str, str]] = {
@@ -43,6 +48,12 @@ class NodeOptions:
     devices: tuple[str, ...] = ("cpu",)
     wait_policy: str = "meshnet"
     quantize: str = "none"
+
+    def arguments(self, index: int) -> list[str]:
+        """Of the command of node ``index``, from 0."""
+        device = self.devices[index % len(self.devices)]
+        held = ["--dtype", self.dtype, "--quantize", self.quantize]
+        return [*held, "--device", device, "--threads", str(self.threads)]
 
     def environment(self, nodes: int, index: int) -> dict[str, str]:
         """What is set for node ``index``, from 0, of ``nodes``.
@@ -116,18 +127,8 @@ def mesh_processes(
             nodes = []
             for index, layers in enumerate(splits):
                 name = f"node-{index + 1}"
-                device = options.devices[index % len(options.devices)]
                 arguments = ["node", model, "--layers", layers, *at_tracker, "--port", "0", "--name", name]
-                arguments += [
-                    "--dtype",
-                    options.dtype,
-                    "--quantize",
-                    options.quantize,
-                    "--device",
-                    device,
-                    "--threads",
-                    str(options.threads),
-                ]
+                arguments += options.arguments(index)
                 arguments += of_node[index] if index < len(of_node) else ()
                 nodes.append(children.start(name, arguments, options.environment(len(splits), index)))
             started = children.start("gateway", ["gateway", *at_tracker, "--port", "0"]) if gateway else None
@@ -137,6 +138,44 @@ def mesh_processes(
             yield MeshProcesses(tracker, started, nodes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def waiting_node(model: str, options: NodeOptions) -> Iterator[int]:
+    """A node process that waits for its layers and has none, as `meshnet node --layers auto` does until a tracker that
+    answers says what to hold; it stays so, since its tracker is killed once it has announced itself.
+
+    Yields:
+        Its process id.
+
+    Raises:
+        CommandFailedError: it ended or did not announce itself in time, or was told layers all the same.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="meshnet-bench-"))
+    try:
+        with Children(folder) as children:
+            tracker = children.start("tracker", ["tracker", "--port", "0", "--insecure"])
+            children.wait_ready(tracker, timeout_s=START_TIMEOUT_S)
+            url = str(tracker.url)
+            arguments = ["node", model, "--layers", "auto", "--tracker", url, "--insecure", "--port", "0"]
+            node = children.start(
+                "waiting node", [*arguments, *options.arguments(0)], options.environment(nodes=1, index=0)
+            )
+            children.wait(lambda: _knows_a_node(url), what="starting a node", timeout_s=NODE_TIMEOUT_S)
+            tracker.process.kill()  # within the second in which it waits for more nodes
+            tracker.process.wait()
+            time.sleep(WAITING_S)
+            said = node.log.read_text()
+            if node.process.poll() is not None or "to hold layers" in said or "loading" in said:
+                raise CommandFailedError(f"the node does not wait for layers; it wrote:\n{said}")
+            yield node.process.pid
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _knows_a_node(tracker_url: str) -> bool:
+    with urllib.request.urlopen(f"{tracker_url}/v1/snapshot", timeout=START_TIMEOUT_S) as answer:  # noqa: S310 - http
+        return bool(json.load(answer)["nodes"])
 
 
 def default_threads() -> int:

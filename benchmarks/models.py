@@ -104,16 +104,6 @@ QWEN3_5_MOE_SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
-TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
-}
-
 MODELS: dict[str, BenchModel] = {
     model.key: model
     for model in (
@@ -150,15 +140,6 @@ def prepare(model: BenchModel, dtype: str) -> PreparedModel:
     found = json.loads(done.stdout.splitlines()[-1])
     tensors = tuple((name, nbytes) for name, nbytes in found.pop("tensors"))
     return PreparedModel(**{**found, "prompt": tuple(found["prompt"]), "tensors": tensors})
-
-
-def prepare_tiny() -> str:
-    """A folder of a tiny random model, for a node that should hold as good as nothing; made in a process of its own."""
-    program = (
-        "from benchmarks import checkpoints, models; print(checkpoints.random_folder('tiny', 'llama', models.TINY))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, text=True)
-    return done.stdout.splitlines()[-1]
 
 
 def _prepare_here(model: BenchModel, dtype: str) -> PreparedModel:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.packed_memory [--repeats 3]
 
-SmolLM2's Q4_1 file, its blocks held as they are (``--quantize auto``). What a node's process holds without a shard is
-measured beside it and taken off: a node of the same command that serves one tiny layer. By what the file holds of the
-half, embeddings included: the memory once the layers are loaded, and once an answer has been given; and the most that
-it ever was, loading included.
+SmolLM2's Q4_1 file, its blocks held as they are (``--quantize auto``). What an idle node's process holds without a
+shard is measured beside it and taken off: a node that waits for its layers. By what the file holds of the half,
+embeddings included: the memory once the layers are loaded, and once an answer has been given; and the most that it ever
+was, loading included.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from rich.table import Table
 
 from benchmarks import environment
 from benchmarks.figures import Interval
-from benchmarks.mesh_processes import MeshProcesses, NodeOptions, default_threads, mesh_processes
+from benchmarks.memory import rss
+from benchmarks.mesh_processes import MeshProcesses, NodeOptions, default_threads, mesh_processes, waiting_node
 from benchmarks.mesh_system import mesh_system
-from benchmarks.models import MODELS, PreparedModel, prepare, prepare_tiny
+from benchmarks.models import MODELS, PreparedModel, prepare
 from benchmarks.results import add_options, publish_drawn
 from benchmarks.verdict import Verdict
 from meshnet_core.layer_range import LayerRange
@@ -33,7 +34,6 @@ TARGET = 1.25  # of the packed bytes, beyond an idle node
 TOKENS = 16
 MEGA = 10**6
 LOADED, SERVED, PEAK = "loaded", "after an answer", "most ever"
-IDLE = "without a shard"
 
 
 @dataclass(slots=True)
@@ -78,11 +78,10 @@ async def measure(
     """Fill ``halves``; returns the idle node's bytes of each repeat."""
     idle = []
     options = NodeOptions("bfloat16", arguments.threads, quantize="auto")
-    tiny = prepare_tiny()
     for repeat in range(arguments.repeats):
         console.print(f"repeat {repeat + 1} of {arguments.repeats}", style="dim")
-        with mesh_processes(tiny, ("0-0",), options) as processes:
-            idle.append(_held(processes, "node-1"))
+        with waiting_node(prepared.model, options) as pid:
+            idle.append(_told(rss(pid)))
         with mesh_processes(prepared.model, [half.layers for half in halves], options) as processes:
             _note(LOADED, halves, processes, idle[-1])
             async with mesh_system("two nodes", prepared.name, processes) as mesh:
@@ -90,12 +89,11 @@ async def measure(
             _note(SERVED, halves, processes, idle[-1])
             peaks = processes.peak_rss()
             for index, half in enumerate(halves):
-                half.beyond[PEAK].append((peaks[f"node-{index + 1}"] or 0) - idle[-1])
+                half.beyond[PEAK].append(_told(peaks[f"node-{index + 1}"]) - idle[-1])
     return idle
 
 
-def _held(processes: MeshProcesses, name: str) -> int:
-    held = processes.rss()[name]
+def _told(held: int | None) -> int:
     if held is None:
         raise RuntimeError("this system does not tell how much memory a process holds; it takes Linux")
     return held
@@ -103,7 +101,7 @@ def _held(processes: MeshProcesses, name: str) -> int:
 
 def _note(moment: str, halves: list[Half], processes: MeshProcesses, idle: int) -> None:
     for index, half in enumerate(halves):
-        half.beyond[moment].append(_held(processes, f"node-{index + 1}") - idle)
+        half.beyond[moment].append(_told(processes.rss()[f"node-{index + 1}"]) - idle)
 
 
 def verdicts(halves: list[Half]) -> dict[str, Verdict]:

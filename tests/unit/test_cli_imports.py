@@ -36,5 +36,10 @@ def test_the_help_needs_no_server_and_no_model_library() -> None:
     assert found == "[]\n"
 
 
+def test_a_node_holds_no_grammars_until_an_answer_is_constrained() -> None:
+    code = "import sys, meshnet_cli.node_process; raise SystemExit('llguidance' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_the_version_is_told() -> None:
     assert run("--version").stdout == f"meshnet {__version__}\n"

@@ -46,6 +46,21 @@ def test_dtype_auto_goes_by_what_the_config_says(tmp_path: Path) -> None:
     assert PlaceableModel(open_model(str(folder)), device="cpu").dtype == "float32"
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "native"),
+    [("llama", "bfloat16", True), ("llama", "float32", False), ("qwen3_next", "bfloat16", False)],
+)
+def test_whether_steps_may_be_native_is_known_before_anything_is_loaded(
+    family: str, dtype: str, native: bool, tmp_path: Path
+) -> None:
+    folder = save_tiny(family, tmp_path / "m")
+    model = PlaceableModel(open_model(str(folder)), dtype=dtype, device="cpu")
+    shard = model.plan(folder, LayerRange(0, 1)).load()
+    asked: list[None] = []
+    shard.use_kernels(lambda: asked.append(None))
+    assert (model.may_run_native, bool(asked)) == (native, native)
+
+
 def test_a_family_with_few_cuts_tells_them(tmp_path: Path) -> None:
     folder = save_tiny("zamba2", tmp_path / "m")
     model = PlaceableModel(open_model(str(folder)), device="cpu")

@@ -25,12 +25,14 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import NodeInfo
 from meshnet_core.placeable import Placeable
 from meshnet_core.trackers import Trackers
-from meshnet_node.compile_choice import compiles_steps
+from meshnet_node.compile_choice import compiles_steps, takes_kernels
+from meshnet_node.cpu_threads import take_cpu_threads
 from meshnet_node.device_memory import free_bytes
 from meshnet_node.model_files import open_model
 from meshnet_node.placeable_model import PlaceableModel
 from meshnet_node.shard_mover import ShardMover
 from meshnet_node.shard_pool import ShardPool
+from meshnet_node.step_kernels import step_kernels
 
 if TYPE_CHECKING:
     from meshnet_node.hop_service import HopService
@@ -108,9 +110,12 @@ class AutoLayers:
         """
         tls = trust.client_tls(place.identity)
         client = Trackers(place.trackers, tls=tls)
+        # Built, if need be, and checked while the tracker thinks: they are the same whatever the layers are.
+        getting = asyncio.create_task(asyncio.to_thread(self._get_kernels), name="get kernels")
         try:
             try:
                 self._first = layers = await self._asked(client, place)
+                await getting
                 async with self._announcing(client, place):
                     return await asyncio.to_thread(self._load, layers)
             except BaseException:
@@ -194,6 +199,11 @@ class AutoLayers:
         pool = ShardPool([self._offer(layers)], free_bytes=partial(free_bytes, self._model.device))
         pool.load_first(lambda offer, done, total: self._show(f"loading {offer}", done, total))
         return pool
+
+    def _get_kernels(self) -> None:
+        take_cpu_threads(1)
+        if takes_kernels(self._weights.compile) and self._model.may_run_native:
+            step_kernels()
 
     def _offer(self, layers: LayerRange) -> OfferedShard:
         files = self._model.files

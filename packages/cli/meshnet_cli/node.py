@@ -260,6 +260,7 @@ def _start_torch(threads: int | None) -> int:
     gc.disable()
     import torch
 
+    import meshnet_cli.node_process  # noqa: F401  so that it serves at once when it has its layers
     import meshnet_node.shard_loader  # noqa: F401
     from meshnet_node.cpu_threads import take_cpu_threads
     from meshnet_node.device_memory import share_heap

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from meshnet_core.errors import GrammarError
 from meshnet_core.grammar import Grammar, panics_as
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 COMPILE_TIMEOUT_S = 10.0
 MAX_LEXER_STATES = 50_000  # some 20 MB; a bounded string takes one for each of its characters
@@ -112,6 +115,9 @@ class GrammarCompiler:
     def _compile(
         self, grammar: Grammar, fingerprint: str, tokenizer: bytes, vocab_size: int, answer: Sequence[int]
     ) -> Constraint:
+        # Here: most nodes never constrain an answer, and need not hold its 3 MB.
+        from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
+
         vocabulary = self._vocabulary(fingerprint, tokenizer, vocab_size, grammar.stop_ids)
         text = LLMatcher.grammar_from_lark(grammar.lark)
         limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
@@ -124,6 +130,8 @@ class GrammarCompiler:
         return constraint
 
     def _vocabulary(self, fingerprint: str, tokenizer: bytes, size: int, stop_ids: tuple[int, ...]) -> LLTokenizer:
+        from llguidance import LLTokenizer  # noqa: PLC0415  see `_compile`
+
         key = (fingerprint, size, stop_ids)
         found = self._vocabularies.pop(key, None)
         if found is None:

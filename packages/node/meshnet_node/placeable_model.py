@@ -43,6 +43,7 @@ class PlaceableModel:
     Attributes:
         dtype: by name, and how weights will be held.
         device: where shards will be.
+        may_run_native: whether decode steps of its shards may be for the kernels of :mod:`meshnet_node.step_kernels`.
 
     Raises:
         UnsupportedModelError: by name and reason.
@@ -61,6 +62,7 @@ class PlaceableModel:
         self._config = config
         self._family = family_of(config)
         self._empty = empty_model(config, chosen)
+        self.may_run_native = self._family.quick and self.device.type == "cpu" and chosen is torch.bfloat16
 
     def facts(self, room_positions: int = ROOM_POSITIONS) -> ModelFacts:
         """Sizes in elements, and the cuts; room for so many positions of session state is kept for each layer."""
