@@ -20,7 +20,7 @@ from meshnet_cli import verify as verify_command
 from meshnet_cli.main import app
 from meshnet_core.errors import UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
-from meshnet_node import layer_slicing, shard_route, verification
+from meshnet_node import frame_attempts, layer_slicing, shard_route, verification
 from meshnet_node.layer_slicing import LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.model_files import open_model
@@ -130,7 +130,7 @@ def test_a_mask_missing_from_a_later_chunk_is_found_in_chunks_alone(
 def test_a_lost_state_that_nobody_misses_is_found(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TorchModelShard, "_check", lambda self, work: None)
+    monkeypatch.setattr(frame_attempts, "check_fit", lambda _work, _layers: None)
     found = check(folder("llama"), "llama", "0-1,2-3")
     assert differing(found) == {"recovery of 0-1,2-3"}
     assert found.differing[0].objection == "a state lost after 1 tokens was not missed"
@@ -232,7 +232,7 @@ def test_the_command_ends_with_the_verdict(folder: Callable[[str], Path], capsys
 def test_the_command_names_what_differs(
     folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TorchModelShard, "_check", lambda self, work: None)
+    monkeypatch.setattr(frame_attempts, "check_fit", lambda _work, _layers: None)
     assert command(str(folder("llama")), "--splits", "0-1,2-3", "--tokens", "4") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "verified 5/6"
