@@ -2,98 +2,39 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from meshnet_core.errors import HopFailedError
 from meshnet_core.frames import MAX_DRAFT
-from meshnet_core.layer_range import LayerRange
-from meshnet_node import native_attention, native_step, rope_table
+from meshnet_node import native_attention, native_step
 from meshnet_node.family_support import FAMILIES
 from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.model_backend import TorchModelShard
-from meshnet_node.native_embedding import native_embedding
 from meshnet_node.native_step import MOST_ROWS, NativeStep
-from meshnet_node.quantised_layers import QuantisedEmbedding
-from meshnet_node.quick_layer import QuickRope
 from meshnet_node.rope_table import RopeTable
 from meshnet_node.session_state import SessionState
-from meshnet_node.shard_loader import load_shard
-from meshnet_node.shard_work import ShardResult, ShardWork
-from meshnet_node.step_kernels import step_kernels
+from meshnet_node.shard_work import ShardResult, ShardWork, never
 from native_compiler import needs_compiler
-from tiny_models import VOCAB, num_layers, save_tiny
+from step_logits import FRAMES, WIDE, assert_near, drawn, run, whole_shard
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    needs_compiler,
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_compiler]
 QUICK = [name for name, family in FAMILIES.items() if family.quick]
-FRAMES = (
-    20,
-    7,
-    *[1] * 8,
-    3,
-    *[1] * 8,
-)  # chunks, steps, drafts between them; windows are of 11 positions
 LENGTHS, STEPS = (5, 17, 30, 1), 14
 DRAFTED = 3  # positions of a frame with drafts
-WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32}
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Callable[..., TorchModelShard]:
-    def load(family: str, dtype: str = "bfloat16", quantize: str = "auto", **settings: object) -> TorchModelShard:
-        """The whole model as one shard; its weights are bfloat16's in every dtype."""
-        folder = tmp_path / family
-        if not folder.exists():
-            (file,) = save_tiny(family, folder, **settings).glob("*.safetensors")
-            weights = {name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}
-            save_file(weights, file, metadata={"format": "pt"})
-        layers = LayerRange(0, num_layers(family))
-        return load_shard(folder, layers, dtype=dtype, device="cpu", quantize=quantize)
-
-    return load
-
-
-def seldom() -> bool:
-    return False
-
-
-def drawn(count: int, seed: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (1, count), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.inference_mode()
-def run(view: LayerView, *, plain: bool = False) -> torch.Tensor:
-    """Logits ``[positions, vocab]`` of one session in `FRAMES`."""
-    cache, position, logits = view.new_cache(), 0, []
-    ids = drawn(sum(FRAMES), seed=1)
-    for count in FRAMES:
-        frame = ids[:, position : position + count]
-        logits.append(
-            view.forward(frame, position=position, cache=cache, sample=count, cancelled=seldom, plain=plain)[0]
-        )
-        position += count
-    return torch.cat(logits)
-
-
-def assert_near(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
-    """Whether ``ours`` is as near to float32's logits as the plain steps' are: in the middle, since rounding may send a
-    position to other experts.
-    """
-    by_rounding = float((plain.float() - exact).abs().median())
-    assert 0.0001 < by_rounding < 0.1
-    assert float((ours.float() - exact).abs().median()) <= 1.5 * by_rounding  # CPUs round apart
+    return partial(whole_shard, tmp_path)
 
 
 def assert_native(shard: TorchModelShard, exact: TorchModelShard) -> None:
@@ -146,20 +87,20 @@ def test_sessions_together_answer_as_each_alone(
     def opened() -> list[DynamicCache]:
         caches = [view.new_cache() for _ in LENGTHS]
         for each, length, cache in zip(ids, LENGTHS, caches, strict=True):
-            view.forward(each[:, :length], position=0, cache=cache, sample=0, cancelled=seldom)
+            view.forward(each[:, :length], position=0, cache=cache, sample=0, cancelled=never)
         return caches
 
     alone = [
         torch.cat(
             [
-                view.forward(each[:, [at]], position=at, cache=cache, sample=1, cancelled=seldom)[0]
+                view.forward(each[:, [at]], position=at, cache=cache, sample=1, cancelled=never)[0]
                 for at in range(length, length + STEPS)
             ]
         )
         for each, length, cache in zip(ids, LENGTHS, opened(), strict=True)
     ]
     exact = shards(family, "float32").whole_view()
-    whole = [exact.forward(each, position=0, cache=None, sample=STEPS, cancelled=seldom)[0] for each in ids]
+    whole = [exact.forward(each, position=0, cache=None, sample=STEPS, cancelled=never)[0] for each in ids]
     shard.use_kernels()
     rows, caches = counted(view, monkeypatch), opened()
     found: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
@@ -171,7 +112,7 @@ def test_sessions_together_answer_as_each_alone(
             positions=positions,
             caches=[caches[each] for each in order],
             sample=True,
-            cancelled=seldom,
+            cancelled=never,
         )
         for each, row in zip(order, logits, strict=True):
             found[each].append(row)
@@ -188,23 +129,6 @@ def test_packed_weights_are_multiplied_and_looked_up(quantize: str, shards: Call
     assert not torch.equal(found, plain)
     torch.testing.assert_close(found.float(), plain.float(), rtol=0, atol=0.25)
     assert float((found.float() - plain.float()).abs().mean()) < 0.02
-
-
-@pytest.mark.parametrize("quantize", ["int4", "int8"])
-@torch.inference_mode()
-def test_embeddings_of_packed_weights_have_the_modules_bits(
-    quantize: str, shards: Callable[..., TorchModelShard]
-) -> None:
-    module = shards("llama", quantize=quantize, **WIDE).whole_view().model.get_input_embeddings()
-    kernels = step_kernels()
-    assert kernels is not None
-    rows = native_embedding(module, kernels)
-    ids = torch.arange(VOCAB).unsqueeze(1)
-    assert isinstance(module, QuantisedEmbedding)
-    assert torch.equal(rows(ids), module(ids))
-    for beyond in (VOCAB, -1):
-        with pytest.raises(IndexError):
-            rows(torch.tensor([[beyond]]))
 
 
 def test_biases_and_gates_of_another_kind_are_kept(shards: Callable[..., TorchModelShard]) -> None:
@@ -346,7 +270,7 @@ def test_longer_frames_are_the_layers_own(
     cache, position = view.new_cache(), 0
     with torch.inference_mode():
         for count in (1, MOST_ROWS, MOST_ROWS + 1):
-            view.forward(drawn(count, seed=0), position=position, cache=cache, sample=0, cancelled=seldom)
+            view.forward(drawn(count, seed=0), position=position, cache=cache, sample=0, cancelled=never)
             position += count
     assert rows == [MOST_ROWS]
     assert MOST_ROWS == MAX_DRAFT + 1
@@ -369,7 +293,7 @@ def test_a_step_that_is_cancelled_stops_between_layers(shards: Callable[..., Tor
     shard.use_kernels()
     view, cache, looks = shard.whole_view(), shard.whole_view().new_cache(), [False, True]
     with torch.inference_mode():
-        view.forward(drawn(4, seed=0), position=0, cache=cache, sample=0, cancelled=seldom)
+        view.forward(drawn(4, seed=0), position=0, cache=cache, sample=0, cancelled=never)
         with pytest.raises(ForwardCancelledError):
             view.forward(drawn(1, seed=1), position=4, cache=cache, sample=1, cancelled=lambda: looks.pop(0))
     assert [slot.get_seq_length() for slot in cache.layers] == [5, *[4] * (len(cache.layers) - 1)]
@@ -386,46 +310,3 @@ def test_a_shard_that_is_closed_lets_go_of_its_weights(shards: Callable[..., Tor
     gc.collect()
     # What torch keeps of rope's frequencies is no weight.
     assert sum(each() is not None for each in held) <= 2
-
-
-@pytest.mark.parametrize("family", ["llama", "smollm3"])
-def test_ropes_table_is_rope(family: str, shards: Callable[..., TorchModelShard]) -> None:
-    view = shards(family).whole_view()
-    rope: QuickRope = view._base.rotary_emb
-    like = torch.zeros(1, 1, dtype=torch.bfloat16)
-    table = RopeTable(rope, like)
-    positions = [1, rope_table.BLOCK - 1, rope_table.BLOCK, 5, 3 * rope_table.BLOCK + 7]
-    given = table.at(positions)
-    for position, addresses in zip(positions, given, strict=True):
-        expected = rope(like, torch.tensor([[position]]))
-        for tensor, address in zip(expected, addresses, strict=True):
-            own = torch.frombuffer(_bytes_at(address, tensor.nbytes), dtype=torch.bfloat16)
-            assert torch.equal(own, tensor.flatten())
-
-
-def test_a_table_keeps_so_many_blocks(shards: Callable[..., TorchModelShard]) -> None:
-    table = RopeTable(shards("llama").whole_view()._base.rotary_emb, torch.zeros(1, 1, dtype=torch.bfloat16))
-    table.at([5])
-    for number in range(1, rope_table.MOST_BLOCKS + 3):
-        table.at([number * rope_table.BLOCK, 5])
-    assert len(table._blocks) == rope_table.MOST_BLOCKS
-    assert {0, 1, rope_table.MOST_BLOCKS + 2} & table._blocks.keys() == {0, rope_table.MOST_BLOCKS + 2}
-
-
-def test_rope_that_depends_on_the_length_is_made_for_each_step(shards: Callable[..., TorchModelShard]) -> None:
-    rope: Any = shards("llama").whole_view()._base.rotary_emb
-    rope.rope.rope_type = "dynamic"
-    table = RopeTable(rope, torch.zeros(1, 1, dtype=torch.bfloat16))
-    asked: list[list[int]] = []
-    rope.register_forward_pre_hook(lambda _module, arguments: asked.append(arguments[1].flatten().tolist()))
-    table.at([4, 300])
-    table.at([5])
-    assert asked == [[4], [300], [5]]
-
-
-def _bytes_at(address: int, count: int) -> bytearray:
-    return bytearray(ctypes.string_at(address, count))
-
-
-def test_this_machines_kernels_are_made_once() -> None:
-    assert step_kernels() is step_kernels() is not None

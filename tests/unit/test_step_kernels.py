@@ -34,6 +34,11 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 @needs_compiler
+def test_this_machines_kernels_are_made_once() -> None:
+    assert step_kernels() is step_kernels() is not None
+
+
+@needs_compiler
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 700), st.integers(0, 1000))
 def test_sums_norms_and_gates_have_torchs_bits(kernels: StepKernels, rows: int, width: int, seed: int) -> None:

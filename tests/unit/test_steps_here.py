@@ -6,7 +6,8 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import cast
+from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import pytest
 
@@ -89,6 +90,24 @@ class Lane:
         await asyncio.wait_for(self.hand(turn, **options), 20)  # type: ignore[arg-type]
         await asyncio.sleep(0)
 
+    @asynccontextmanager
+    async def held_by(self, turn: object, **frame: Any) -> AsyncIterator[asyncio.Future[object]]:
+        """The lane's thread runs that frame until the block is left."""
+        started, goes_on = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            started.set()
+            assert goes_on.wait(timeout=20)
+
+        self.backend.during = wait
+        outcome = self.hand(turn, **frame)
+        await asyncio.to_thread(started.wait, 20)
+        self.backend.during = lambda: None
+        try:
+            yield outcome
+        finally:
+            goes_on.set()
+
     async def until_ended(self, times: int) -> None:
         """The lane ends its team after a frame was told."""
 
@@ -155,19 +174,9 @@ async def test_none_run_here_while_another_sessions_steps_are_about(lane: Lane) 
 
 async def test_none_run_here_while_the_lane_has_something_to_do(lane: Lane) -> None:
     await lane.step("a")
-    started, goes_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        started.set()
-        assert goes_on.wait(timeout=20)
-
-    lane.backend.during = wait
-    chunk = lane.hand("b", positions=100, expected_s=None)
-    await asyncio.to_thread(started.wait, 20)
-    lane.backend.during = lambda: None
-    step = lane.hand("a")
-    assert not step.done()
-    goes_on.set()
+    async with lane.held_by("b", positions=100, expected_s=None) as chunk:
+        step = lane.hand("a")
+        assert not step.done()
     await asyncio.wait_for(asyncio.gather(chunk, step), 20)
     assert lane.backend.ran_here() == [False, False, False]
 
@@ -256,18 +265,8 @@ async def test_the_team_here_is_ended_here_before_the_lane_runs(team_lane: Lane)
 async def test_the_lane_keeps_its_team_where_more_waits_for_it(team_lane: Lane) -> None:
     lane = team_lane
     await lane.step("a")
-    started, goes_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        started.set()
-        assert goes_on.wait(timeout=20)
-
-    lane.backend.during = wait
-    step = lane.hand("a")
-    await asyncio.to_thread(started.wait, 20)
-    lane.backend.during = lambda: None
-    chunks = [lane.hand("b", positions=100, expected_s=None) for _ in range(2)]
-    goes_on.set()
+    async with lane.held_by("a") as step:
+        chunks = [lane.hand("b", positions=100, expected_s=None) for _ in range(2)]
     await asyncio.wait_for(asyncio.gather(step, *chunks), 20)
     assert lane.ended == []
     assert lane.backend.ran_here() == [False] * 4
