@@ -39,7 +39,8 @@ from meshnet_node.constraint import Constraint, GrammarCompiler
 from meshnet_node.forward_lane import ForwardLane
 from meshnet_node.frame_delivery import DOWNSTREAM_MARGIN
 from meshnet_node.frame_runs import FrameRuns, is_acknowledged
-from meshnet_node.hop_session import HopSession, check_token_ids
+from meshnet_node.frame_terms import check_terms, check_token_ids
+from meshnet_node.hop_session import HopSession
 from meshnet_node.marked_errors import MarkedErrors
 from meshnet_node.own_layers import OwnLayers, SampleFunction
 from meshnet_node.prefix_use import PrefixUse
@@ -127,7 +128,7 @@ class HopService:
             return False  # `forward` says what is wrong
         session = known[0]
         try:
-            session.check(frame)
+            check_terms(session, frame)
         except MeshnetError:
             return False
 
@@ -156,7 +157,7 @@ class HopService:
         with MarkedErrors(frame.hop_index, self.boot, self.misses):
             session = self.store.require(key, frame.epoch)
             try:
-                session.check(frame)
+                check_terms(session, frame)
                 with about(session=frame.session, epoch=frame.epoch, hop=frame.hop_index, route=session.document.route):
                     run = await self._runs.take_in(key, session, frame, arrived)
                 if is_acknowledged(frame, session):

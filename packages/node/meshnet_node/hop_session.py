@@ -1,22 +1,21 @@
 """One hop's side of one session: what it was told at open, its state, and which frames it has seen.
 
-It checks frames and remembers runs; it moves nothing itself. The order of frames and what follows a failure are
-`hop_service`'s.
+It says which frame is next and remembers runs; it moves nothing itself. Whether a frame agrees with what was told is
+`frame_terms`', the order of frames and what follows a failure `hop_service`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshnet_core.dtypes import TOKEN_ID_BYTES, dtype_bytes
-from meshnet_core.errors import BadFrameError, CacheMissError, HopFailedError, MissReason
-from meshnet_core.frames import MAX_CHUNK, MAX_DRAFT, Frame, FrameReply, HopTiming, Phase
+from meshnet_core.errors import HopFailedError
+from meshnet_core.frames import MAX_CHUNK, Frame, FrameReply, HopTiming, Phase
 from meshnet_core.open_document import FallBack, OpenDocument
 from meshnet_core.sampling import SampledToken
 from meshnet_node.constraint import Constraint
@@ -42,17 +41,6 @@ class FrameKey:
     def of(cls, frame: Frame) -> FrameKey:
         digest = hashlib.blake2b(frame.body, digest_size=16).digest()
         return cls(frame.position, frame.seq_len, frame.phase, frame.sample, digest, frame.draft)
-
-
-def check_token_ids(ids: Sequence[int], vocabulary: int) -> None:
-    """Refuse ids that no embedding has a row for; on some devices those would take the whole process along.
-
-    Raises:
-        BadFrameError: names the first of them.
-    """
-    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-        wrong = next(token for token in ids if not 0 <= token < vocabulary)
-        raise BadFrameError(f"token id {wrong} lies outside the vocabulary of {vocabulary}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,101 +290,3 @@ class HopSession:
             "received_bytes": self.received_bytes,
             "state_bytes": self.state_bytes,
         }
-
-    def check(self, frame: Frame) -> None:
-        """Whether the frame agrees with the session's terms; its place in the order is not looked at here.
-
-        Raises:
-            BadFrameError: length, phase, dtype or cache mode is wrong.
-            CacheMissError: it is meant for another start layer.
-        """
-        document = self.document
-        if frame.start_layer != document.hop.layers.start:
-            raise CacheMissError(
-                f"the session was opened from layer {document.hop.layers.start}, the frame enters at "
-                f"{frame.start_layer}",
-                reason=MissReason.RANGE_MISMATCH,
-            )
-        if frame.cache != document.cache:
-            opened = "on" if document.cache else "off"
-            raise BadFrameError(f"the session was opened with cache {opened}; its frames must say the same")
-        if frame.seq_len < 1 or frame.deadline_ms < 1:
-            raise BadFrameError("sequence length and deadline must be at least 1")
-        if frame.position + frame.seq_len > document.expected_length:
-            raise BadFrameError(
-                f"the frame ends at position {frame.position + frame.seq_len}, the session was opened for "
-                f"{document.expected_length}"
-            )
-        self._check_phase(frame)
-        if frame.phase is not Phase.VERIFY and frame.draft:
-            raise BadFrameError(f"a {frame.phase.value} frame carries no draft; verify frames do")
-        width = self.width_in
-        if len(frame.body) != frame.seq_len * width:
-            what = "int32 token ids" if document.hop_index == 0 else f"{document.wire_dtype} hidden states"
-            raise BadFrameError(
-                f"a body of {frame.seq_len} positions of {what} is {frame.seq_len * width} bytes, not {len(frame.body)}"
-            )
-        if document.hop_index == 0:
-            ids = struct.unpack(f"<{frame.seq_len}i", frame.body)
-            check_token_ids(ids, self.shard.backend.vocab_size)
-            if frame.draft and ids[-len(frame.draft) :] != frame.draft:
-                raise BadFrameError("the draft must be the last token ids of the body")
-
-    def _check_phase(self, frame: Frame) -> None:
-        if not frame.cache:
-            if frame.phase is not Phase.PREFILL or frame.position != 0 or frame.sample != 1:
-                raise BadFrameError(
-                    "with the cache off every frame is a whole sequence: phase prefill, position 0, sample 1"
-                )
-            return
-        if frame.phase is Phase.DECODE:
-            self._check_decode(frame)
-            return
-        if frame.phase is Phase.VERIFY:
-            self._check_verify(frame)
-            return
-        if frame.phase is Phase.RESUME and frame.position not in self.offered:
-            raise BadFrameError(
-                f"a resume frame at position {frame.position}; no prefix to begin from there was told of"
-            )
-        end = frame.position + frame.seq_len
-        if frame.seq_len > MAX_CHUNK:
-            raise BadFrameError(f"a prefill chunk carries at most {MAX_CHUNK} positions, not {frame.seq_len}")
-        if end > self.document.prefill_length:
-            raise BadFrameError(
-                f"a prefill chunk ends at position {end}, beyond the {self.document.prefill_length} to prefill"
-            )
-        if frame.sample != int(end == self.document.prefill_length):
-            raise BadFrameError("the last prefill chunk samples after its last position, the others do not sample")
-
-    def _check_verify(self, frame: Frame) -> None:
-        """A verify frame carries tokens of the answer and drafts behind them, and samples after the last of each."""
-        if self.falls_back is None:
-            raise BadFrameError("no verify frames are taken here, as open did not say that they are")
-        if frame.position < self.document.prefill_length:
-            raise BadFrameError(
-                f"a verify frame at position {frame.position}, inside the {self.document.prefill_length} to prefill"
-            )
-        if frame.seq_len > MAX_CHUNK or len(frame.draft) > MAX_DRAFT:
-            raise BadFrameError(f"a verify frame carries at most {MAX_CHUNK} positions, {MAX_DRAFT} of them drafted")
-        if not 1 <= frame.sample == len(frame.draft) + 1 <= frame.seq_len:
-            raise BadFrameError(
-                f"a verify frame of {frame.seq_len} positions with {len(frame.draft)} drafts samples "
-                f"{len(frame.draft) + 1} times, not {frame.sample}"
-            )
-        check_token_ids(frame.draft, self.shard.backend.vocab_size)
-
-    def _check_decode(self, frame: Frame) -> None:
-        """A decode frame carries the newest position, or replays one of the answer with its original boundaries."""
-        document = self.document
-        if frame.seq_len != 1:
-            raise BadFrameError(f"a decode frame carries one position, not {frame.seq_len}")
-        if frame.position < document.prompt_length:
-            raise BadFrameError(
-                f"a decode frame at position {frame.position}, inside the prompt of {document.prompt_length} positions"
-            )
-        if frame.sample != int(frame.position + 1 >= document.prefill_length):
-            raise BadFrameError(
-                f"a decode frame at position {frame.position} with sample {frame.sample}: it samples after its "
-                f"position, unless it replays one before the last of the {document.prefill_length} to prefill"
-            )
