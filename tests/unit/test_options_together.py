@@ -104,7 +104,7 @@ NATIVE = needs_compiler
     [
         pytest.param("llama", "int4", WireForm.STREAM, "native", marks=NATIVE),
         ("mistral", "int8", None, "plain"),
-        ("qwen3_5_text", "int4", None, "plain"),
+        pytest.param("qwen3_5_text", "int4", None, "native", marks=NATIVE),
         ("lfm2", "int8", None, "compiled"),
         pytest.param("llama", "int4", WireForm.STREAM, "plain", marks=LONG),
         pytest.param("llama", "int8", WireForm.HTTP, "compiled", marks=LONG),
@@ -113,7 +113,9 @@ NATIVE = needs_compiler
         pytest.param("gemma3_text", "int8", None, "plain", marks=LONG),
         pytest.param("lfm2", "int4", WireForm.HTTP, "plain", marks=LONG),
         pytest.param("qwen3_5_text", "int8", WireForm.STREAM, "compiled", marks=LONG),
+        pytest.param("qwen3_5_text", "int4", None, "plain", marks=LONG),
         pytest.param("qwen3_next", "int4", None, "plain", marks=LONG),
+        pytest.param("qwen3_next", "int8", WireForm.STREAM, "native", marks=[LONG, NATIVE]),
         pytest.param("qwen3_next", "int8", WireForm.STREAM, "compiled", marks=LONG),
         pytest.param("Q4_1", "auto", WireForm.STREAM, "plain", marks=LONG),
         pytest.param("Q4_1", "auto", WireForm.STREAM, "native", marks=[LONG, NATIVE]),
@@ -144,7 +146,7 @@ async def test_answers_are_those_of_the_whole_packed_model(
         found = judge(whole, await two_turns(mesh, whole))
         views = [backend.whole_view() for backend in mesh.backends]
         assert [view.step is not None for view in views] == [steps == "compiled"] * 2
-        assert [view.native is not None for view in views] == [steps == "native"] * 2
+        assert [view.runs_native for view in views] == [steps == "native"] * 2
         if form is WireForm.STREAM:
             assert isinstance(transport.wire, StreamTransport)
             assert set(transport.at.values()) == {url for url, _ in transport.wire._streams}  # none took posts

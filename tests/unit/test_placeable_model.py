@@ -48,7 +48,12 @@ def test_dtype_auto_goes_by_what_the_config_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype", "native"),
-    [("llama", "bfloat16", True), ("llama", "float32", False), ("qwen3_next", "bfloat16", False)],
+    [
+        ("llama", "bfloat16", True),
+        ("llama", "float32", False),
+        ("qwen3_next", "bfloat16", True),
+        ("lfm2", "bfloat16", False),
+    ],
 )
 def test_whether_steps_may_be_native_is_known_before_anything_is_loaded(
     family: str, dtype: str, native: bool, tmp_path: Path

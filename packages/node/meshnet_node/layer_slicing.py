@@ -28,11 +28,12 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node.cpu_attention import STEP_ATTENTION, use_cpu_attention
 from meshnet_node.family_support import Family
 from meshnet_node.growing_cache import let_grow
+from meshnet_node.kernel_library import StepKernels
+from meshnet_node.native_delta import NativeDelta, native_deltas
 from meshnet_node.native_step import MOST_ROWS, NativeStep, native_step
 from meshnet_node.quick_layer import QuickLayer, are_quick, attention_of
 from meshnet_node.ragged_attention import ragged_name
 from meshnet_node.ragged_cache import RaggedCache, can_be_ragged
-from meshnet_node.step_kernels import StepKernels
 
 _PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"})
@@ -99,6 +100,7 @@ class LayerView:
         step: taken by frames of one position on a filled cache; None for the plain way.
         native: likewise, where :attr:`step` does not, by frames of a few positions, and by steps of several sessions
             together.
+        deltas: gated delta rules whose steps are native, where the layers themselves are not.
         is_last: whether it projects to logits.
     """
 
@@ -107,6 +109,7 @@ class LayerView:
         self.is_last = held.stop == shard.config.num_hidden_layers
         self.step: StepTree | None = None
         self.native: NativeStep | None = None
+        self.deltas: list[NativeDelta] = []
         self.model = _copy_sharing_parameters(shard)
         self.config: PreTrainedConfig = self.model.config
         self._cancelled: Callable[[], bool] | None = None
@@ -152,16 +155,36 @@ class LayerView:
     @property
     def may_run_native(self) -> bool:
         """Whether :meth:`use_kernels` may do something."""
-        return self._is_quick and self._step_needs_no_mask and self.config._attn_implementation == STEP_ATTENTION
+        if not self._step_needs_no_mask:
+            return False
+        if self._is_quick:
+            return bool(self.config._attn_implementation == STEP_ATTENTION)
+        return any(NativeDelta.can_run(getattr(layer, "linear_attn", None)) for layer in self._layers)
+
+    @property
+    def runs_native(self) -> bool:
+        """Whether anything of its steps is native."""
+        return self.native is not None or bool(self.deltas)
 
     def takes_native(self, position: int, seq_len: int) -> bool:
-        """Whether a frame on state is for :attr:`native`, where there is one and nothing else takes it."""
-        return position > 0 and seq_len <= MOST_ROWS
+        """Whether a frame on state is for :attr:`native`, or has native rules, where nothing else takes it."""
+        return self.runs_native and position > 0 and seq_len <= (MOST_ROWS if self.native is not None else 1)
 
     def use_kernels(self, kernels: StepKernels) -> None:
-        """Take steps through ``kernels`` from now on, if all layers can be run so."""
-        if self.may_run_native:
+        """Take steps through ``kernels`` from now on, or parts of them, where layers can be run so."""
+        if not self.may_run_native:
+            return
+        if self._is_quick:
             self.native = native_step(self._base, self._layers, self.new_cache(), kernels)
+        elif not self.deltas:
+            self.deltas = native_deltas(self._layers, kernels)
+
+    def drop_kernels(self) -> None:
+        """Take steps plainly again."""
+        self.native = None
+        for delta in self.deltas:
+            delta.leave()
+        self.deltas = []
 
     def forward(
         self,
@@ -181,7 +204,7 @@ class LayerView:
             cache: what :meth:`new_cache` gave, filled with exactly ``position`` positions; None for the stateless path.
             sample: trailing positions to project to logits; 0 for none.
             cancelled: looked at before each layer.
-            plain: leave :attr:`step` and :attr:`native` aside.
+            plain: leave :attr:`step`, :attr:`native` and :attr:`deltas` aside.
 
         Returns:
             Hidden states ``[1, seq_len, hidden]`` if ``sample`` is 0, else logits ``[1, sample, vocab]``.
@@ -207,12 +230,14 @@ class LayerView:
         if cache is not None and not plain and position > 0:
             if seq_len == 1 and self.step is not None and self.step.takes(cache):
                 step = self.step
-            elif (native := self.native) is not None and self.takes_native(position, seq_len):
+            elif (native := self.native) is not None and seq_len <= MOST_ROWS:
                 at = range(position, position + seq_len)
                 rows = inputs.transpose(0, 1)  # each position sees those before it in the session's own slots
                 found = self._run_native(native, rows, at, [cache] * seq_len, sample, cancelled)
                 return found.transpose(0, 1)
         positions = torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0)
+        for delta in self.deltas:
+            delta.is_on = not plain
         return self._run(inputs, positions, self._masks(seq_len), cache, sample, cancelled, step)
 
     def forward_together(
@@ -243,7 +268,9 @@ class LayerView:
             rows = len(positions) if sample else 0
             return self._run_native(native, inputs, positions, caches, rows, cancelled)
         at = torch.tensor(positions, device=inputs.device).unsqueeze(1)
-        cache = RaggedCache(caches)
+        for delta in self.deltas:
+            delta.is_on = True
+        cache = RaggedCache(caches, [delta.index for delta in self.deltas])
         own = self.config._attn_implementation
         self.config._attn_implementation = self._ragged
         try:

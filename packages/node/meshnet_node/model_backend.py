@@ -24,11 +24,12 @@ from meshnet_node.device_memory import give_back
 from meshnet_node.family_support import Family, check_split
 from meshnet_node.frame_attempts import FrameAttempts
 from meshnet_node.frame_tensors import FrameTensors
+from meshnet_node.kernel_library import StepKernels
 from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
 from meshnet_node.session_state import SessionState, walk_tensors
 from meshnet_node.shard_work import ShardResult, ShardWork, never
 from meshnet_node.state_cost import StateCosts, measured_costs
-from meshnet_node.step_kernels import StepKernels, step_kernels
+from meshnet_node.step_kernels import step_kernels
 from meshnet_node.view_steps import ViewSteps
 from meshnet_node.weight_packing import held_as
 
@@ -186,8 +187,8 @@ class TorchModelShard:
 
     @property
     def runs_native(self) -> bool:
-        """Whether decode steps go through kernels of C."""
-        return self._view(self.layers.start).native is not None
+        """Whether decode steps go through kernels of C, or parts of them."""
+        return self._view(self.layers.start).runs_native
 
     @torch.inference_mode()
     def _run_two(self) -> None:

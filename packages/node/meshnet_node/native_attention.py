@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from meshnet_node.cpu_attention import attend
+from meshnet_node.kernel_library import AttentionShape, StepKernels
 from meshnet_node.native_room import NativeRoom
 from meshnet_node.quick_layer import QuickAttention
 from meshnet_node.rope_table import Turn
-from meshnet_node.step_kernels import AttentionShape, StepKernels
 
 _FEW_THREADS = 2
 _FEW_VALUES = 1 << 18

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from meshnet_node.gguf_blocks import GROUP
+from meshnet_node.kernel_library import StepKernels
 from meshnet_node.packed_layout import packed_layout
 from meshnet_node.packed_matrix import PackedMatrix
 from meshnet_node.quantised_layers import QuantisedEmbedding
-from meshnet_node.step_kernels import StepKernels
 
 Embedding = Callable[[torch.Tensor], torch.Tensor]
 """int64 ``[rows, 1]`` -> ``[rows, 1, hidden]``."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshnet_node.step_kernels import MOST_HEADS
+from meshnet_node.kernel_library import MOST_HEADS
 
 
 class RoomShape(NamedTuple):

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from meshnet_node.growing_cache import GrowingLayer, GrowingWindowLayer
+from meshnet_node.kernel_library import MOST_WIDTH, StepKernels
 from meshnet_node.native_attention import NativeAttention
 from meshnet_node.native_embedding import native_embedding
 from meshnet_node.native_room import NativeRoom, RoomShape
@@ -25,7 +26,6 @@ from meshnet_node.packed_linear import PackedLinear
 from meshnet_node.quantised_layers import QuantisedLinear
 from meshnet_node.quick_layer import QuickLayer, QuickMlp, RmsNorm
 from meshnet_node.rope_table import RopeTable, Turn
-from meshnet_node.step_kernels import MOST_WIDTH, StepKernels
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """bfloat16 ``[rows, in]`` -> ``[rows, out]``, dense and its own."""

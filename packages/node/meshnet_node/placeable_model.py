@@ -62,7 +62,8 @@ class PlaceableModel:
         self._config = config
         self._family = family_of(config)
         self._empty = empty_model(config, chosen)
-        self.may_run_native = self._family.quick and self.device.type == "cpu" and chosen is torch.bfloat16
+        takes_part = self._family.quick or any(hasattr(layer, "linear_attn") for layer in base_of(self._empty).layers)
+        self.may_run_native = takes_part and self.device.type == "cpu" and chosen is torch.bfloat16
 
     def facts(self, room_positions: int = ROOM_POSITIONS) -> ModelFacts:
         """Sizes in elements, and the cuts; room for so many positions of session state is kept for each layer."""

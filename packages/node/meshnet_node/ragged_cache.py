@@ -6,13 +6,14 @@ state stay each session's own, and nothing is padded to the longest:
     layer       the model writes                         and gets
     attention   keys, values [sessions, heads, 1, dim]   a `Ragged` of each: what every session's own layer gave back
     linear      conv and recurrent states, stacked       the same, stacked; `give_back` hands the rows to their sessions
+    apart       nothing: what runs there takes each session's own layer (`RaggedCache.rows_of`)
 
 What takes a `Ragged` in a tensor's place is :mod:`meshnet_node.ragged_attention`. Knows no model and no frame.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -53,17 +54,25 @@ class RaggedCache(DynamicCache):
     Args:
         caches: of each session, in the order of the rows; not empty, of the same layers, each past its first position.
             Attention layers are written to as the forward goes, linear ones by :meth:`give_back`.
+        apart: linear layers that are not stacked.
     """
 
-    def __init__(self, caches: Sequence[DynamicCache]) -> None:
+    def __init__(self, caches: Sequence[DynamicCache], apart: Collection[int] = ()) -> None:
         super().__init__()
         self._caches = tuple(caches)
-        self.layers = [_row_layer(rows) for rows in zip(*(cache.layers for cache in caches), strict=True)]
+        self.layers = [
+            _Apart() if index in apart else _row_layer(rows)
+            for index, rows in enumerate(zip(*(cache.layers for cache in caches), strict=True))
+        ]
+
+    def rows_of(self, index: int) -> tuple[Any, ...]:
+        """Every session's own layer, in the order of the rows, of one that is not stacked; none of another."""
+        return tuple(cache.layers[index] for cache in self._caches) if type(self.layers[index]) is _Apart else ()
 
     def give_back(self) -> None:
         """Hand the rows of linear layers to their sessions, once the forward has finished."""
         for index, stacked in enumerate(self.layers):
-            if isinstance(stacked, LinearAttentionLayer):
+            if type(stacked) is LinearAttentionLayer:
                 for row, cache in enumerate(self._caches):
                     _copy_row(stacked, row, cache.layers[index])
 
@@ -84,6 +93,16 @@ class _RaggedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             for row, layer in enumerate(self._rows)
         ]
         return Ragged(keys for keys, _ in given), Ragged(values for _, values in given)
+
+
+class _Apart(LinearAttentionLayer):
+    """Stands for one layer of every session; holds nothing, so that a module that asks it for state fails."""
+
+    def update_conv_state(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise TypeError("the sessions' states are their own in this layer")
+
+    def update_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise TypeError("the sessions' states are their own in this layer")
 
 
 def _row_layer(rows: Sequence[Any]) -> Any:

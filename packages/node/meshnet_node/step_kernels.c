@@ -48,6 +48,8 @@ static inline float exponential(float x) {
     return y * power;
 }
 
+static inline float silu(float x) { return x / (1.0f + exponential(-x)); }
+
 static inline void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int width, float eps) {
     float sum = 0.0f;
     for (int i = 0; i < width; i++) sum += wide(x[i]) * wide(x[i]);
@@ -71,10 +73,7 @@ void meshnet_add_norm(bf16 *x, const bf16 *other, const bf16 *weight, bf16 *out,
 void meshnet_silu_mul(const bf16 *gate_up, bf16 *out, int rows, int width) {
     for (int row = 0; row < rows; row++, gate_up += 2 * width, out += width) {
         const bf16 *gate = gate_up, *up = gate_up + width;
-        for (int i = 0; i < width; i++) {
-            float x = wide(gate[i]);
-            out[i] = narrow(rounded(x / (1.0f + exponential(-x))) * wide(up[i]));
-        }
+        for (int i = 0; i < width; i++) out[i] = narrow(rounded(silu(wide(gate[i]))) * wide(up[i]));
     }
 }
 
@@ -174,6 +173,104 @@ void meshnet_attend(const attention *at, bf16 *qkv, const bf16 *cosines, const b
         case 64: ATTEND_OF(64) break;
         case 128: ATTEND_OF(128) break;
         default: ATTEND(count, at->width);
+        }
+    }
+}
+
+typedef struct {
+    const bf16 *conv; /* [2 * key_heads * key_width + heads * width, taps] */
+    const float *rate, *step_bias; /* [heads] */
+    const bf16 *norm; /* [width] */
+    int heads, key_heads, width, key_width, taps;
+    float eps;
+} delta;
+
+enum { MOST_DELTA = 128 }; /* columns of a state that are taken at once: as many as fit into a core's registers */
+
+/* The newest column of a short convolution over what was kept of those before it, which moves on by one. */
+static void convolve(const delta *at, bf16 *kept, const bf16 *newest, float *out, int channels) {
+    int taps = at->taps;
+    for (int channel = 0; channel < channels; channel++, kept += taps) {
+        const bf16 *weight = at->conv + (int64_t)channel * taps;
+        float sum = 0.0f;
+        for (int tap = 0; tap + 1 < taps; tap++) {
+            kept[tap] = kept[tap + 1];
+            sum += wide(kept[tap]) * wide(weight[tap]);
+        }
+        kept[taps - 1] = newest[channel];
+        out[channel] = rounded(sum + wide(newest[channel]) * wide(weight[taps - 1]));
+    }
+    for (int channel = 0; channel < channels; channel++) out[channel] = rounded(silu(out[channel]));
+}
+
+static void to_unit(float *x, int width, float scale) {
+    float sum = 0.0f;
+    for (int i = 0; i < width; i++) sum += x[i] * x[i];
+    scale /= sqrtf(sum + 1e-6f);
+    for (int i = 0; i < width; i++) x[i] *= scale;
+}
+
+/* `count` columns of one head's state, [key_width, width]: it fades, takes in what its answer to the key lacks of the value,
+   and is asked with the query. Read from memory once; `count` is a constant where it has to be quick. */
+static inline __attribute__((always_inline)) void renew(const int count, float *state, int64_t width, const float *key,
+                                                         const float *query, const float *value, int key_width,
+                                                         float fade, float beta, float *found) {
+    float change[MOST_DELTA], asked[MOST_DELTA];
+    for (int i = 0; i < count; i++) change[i] = 0.0f, asked[i] = 0.0f;
+    for (int at = 0; at < key_width; at++) {
+        const float *row = state + at * width;
+        for (int i = 0; i < count; i++) change[i] += row[i] * key[at];
+    }
+    for (int i = 0; i < count; i++) change[i] = (value[i] - fade * change[i]) * beta;
+    for (int at = 0; at < key_width; at++) {
+        float *row = state + at * width;
+        for (int i = 0; i < count; i++) {
+            row[i] = row[i] * fade + change[i] * key[at];
+            asked[i] += row[i] * query[at];
+        }
+    }
+    for (int i = 0; i < count; i++) found[i] = asked[i];
+}
+
+static void gated_norm(const delta *at, float *found, const bf16 *gate, bf16 *out) {
+    float sum = 0.0f;
+    for (int i = 0; i < at->width; i++) found[i] = rounded(found[i]), sum += found[i] * found[i];
+    float scale = 1.0f / sqrtf(sum / (float)at->width + at->eps);
+    for (int i = 0; i < at->width; i++)
+        out[i] = narrow(rounded(rounded(found[i] * scale) * wide(at->norm[i])) * silu(wide(gate[i])));
+}
+
+/* One position of each of several sessions through a gated delta rule, from its projections to what goes out of it.
+   `kept` has two addresses a row: of the columns that the convolution sees, and of the state. */
+void meshnet_delta(const delta *at, int rows, const int64_t *kept, const bf16 *mixed, const bf16 *gate, const bf16 *beta,
+                   const bf16 *step, float *room, bf16 *out) {
+    int keys = at->key_heads * at->key_width, values = at->heads * at->width, channels = 2 * keys + values;
+    for (int row = 0; row < rows; row++, mixed += channels, gate += values, beta += at->heads, step += at->heads) {
+        float *state = (float *)(intptr_t)kept[2 * row + 1];
+        convolve(at, (bf16 *)(intptr_t)kept[2 * row], mixed, room, channels);
+        for (int head = 0; head < at->key_heads; head++) {
+            to_unit(room + head * at->key_width, at->key_width, 1.0f / sqrtf((float)at->key_width));
+            to_unit(room + keys + head * at->key_width, at->key_width, 1.0f);
+        }
+        for (int head = 0; head < at->heads; head++, out += at->width) {
+            int64_t asking = (int64_t)(head / (at->heads / at->key_heads)) * at->key_width;
+            float x = wide(step[head]) + at->step_bias[head];
+            float fade = expf(at->rate[head] * (x > 20.0f ? x : log1pf(expf(x))));
+            float share = rounded(1.0f / (1.0f + expf(-wide(beta[head]))));
+            float found[MOST_WIDTH], *value = room + 2 * keys + (int64_t)head * at->width;
+            float *own = state + (int64_t)head * at->key_width * at->width;
+            for (int from = 0, count; from < at->width; from += count) {
+                count = at->width - from < MOST_DELTA ? at->width - from : MOST_DELTA;
+#define RENEW(COUNT) \
+    renew(COUNT, own + from, at->width, room + keys + asking, room + asking, value + from, at->key_width, fade, share, \
+          found + from)
+                switch (count) {
+                case 128: RENEW(128); break;
+                case 64: RENEW(64); break;
+                default: RENEW(count);
+                }
+            }
+            gated_norm(at, found, gate + (int64_t)head * at->width, out);
         }
     }
 }

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.compiled_step import CompiledLayer, CompiledStep
+from meshnet_node.kernel_library import StepKernels
 from meshnet_node.layer_slicing import LayerView
-from meshnet_node.step_kernels import StepKernels
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class ViewSteps:
         """Let go of all of it."""
         self._compiled, self._kernels = (), None
         for view in views:
-            view.step = view.native = None
+            view.step = None
+            view.drop_kernels()
 
     def failed(
         self, position: int, seq_len: int, error: BaseException, views: Sequence[LayerView], *, together: bool = False
@@ -72,8 +73,8 @@ class ViewSteps:
             self._compiled = ()
             for view in views:
                 view.step = None
-        if any(view.native is not None and view.takes_native(position, seq_len) for view in views):
+        if any(view.takes_native(position, seq_len) for view in views):
             logger.warning("steps of layers %s are plain from now on, a native one failed: %r", self._layers, error)
             self._kernels = None
             for view in views:
-                view.native = None
+                view.drop_kernels()

@@ -1,0 +1,120 @@
+"""Whether a library's functions give what torch gives, on numbers that are always the same. Knows no compiler."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from meshnet_core.errors import UnsupportedModelError
+from meshnet_node.kernel_library import MOST_HEADS, AttentionShape, DeltaShape, StepKernels
+
+
+def check(kernels: StepKernels) -> None:
+    """Compare what ``kernels`` give with what torch gives, on numbers that are always the same.
+
+    Raises:
+        UnsupportedModelError: something differs by more than rounding.
+    """
+    draw = torch.Generator().manual_seed(0)
+    rows, width, eps = 3, 80, 1e-5
+    inputs, other, gates = (_drawn(draw, rows, columns) for columns in (width, width, 2 * width))
+    weight, out, summed = _drawn(draw, width), torch.empty_like(inputs), inputs.clone()
+    kernels.norm(inputs.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+    _same("norm", out, functional.rms_norm(inputs, (width,), None, eps) * weight)
+    kernels.add_norm(summed.data_ptr(), other.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+    _same("sum", summed, inputs + other)
+    _same("norm of a sum", out, functional.rms_norm(summed, (width,), None, eps) * weight)
+    kernels.add(summed.data_ptr(), other.data_ptr(), summed.numel())
+    _same("second sum", summed, inputs + other + other)
+    kernels.silu_mul(gates.data_ptr(), out.data_ptr(), rows, width)
+    _same("gate", out, functional.silu(gates[:, :width]) * gates[:, width:])
+    for heads, key_heads, width, turns in ((6, 2, 64, 1), (5, 1, 128, 0), (2, 2, 24, 1)):
+        _check_attention(kernels, draw, AttentionShape(None, heads, key_heads, width, turns, width**-0.5, eps))
+    for heads, key_heads, width, key_width in ((4, 2, 64, 32), (2, 2, 128, 16), (3, 1, 24, 40)):
+        _check_delta(kernels, draw, DeltaShape(None, None, None, None, heads, key_heads, width, key_width, 4, eps))
+    _check_take(kernels, draw)
+
+
+def _check_attention(kernels: StepKernels, draw: torch.Generator, shape: AttentionShape) -> None:
+    """With norms of heads where it has rope."""
+    heads, key_heads, width, positions = shape.heads, shape.key_heads, shape.width, 37
+    projected, weight = _drawn(draw, heads + 2 * key_heads, width), _drawn(draw, heads + key_heads, width)
+    cosines, sines = _drawn(draw, width), _drawn(draw, width)
+    turned, value = projected[:-key_heads], projected[-key_heads:].clone()
+    if shape.turns:
+        shape.head_norm = weight.data_ptr()
+        turned = functional.rms_norm(turned, (width,), None, shape.eps) * weight
+        turned = turned * cosines + turned.roll(width // 2, -1) * sines
+    query, key = turned[:heads].clone(), turned[heads:].clone()
+    keys, values = (_drawn(draw, key_heads, positions + 3, width) for _ in range(2))
+    scores, found = torch.empty(MOST_HEADS * positions), torch.empty(heads, width, dtype=torch.bfloat16)
+    kernels.attend(
+        *(shape, projected.data_ptr(), cosines.data_ptr(), sines.data_ptr(), keys.data_ptr(), values.data_ptr()),
+        *(keys.stride(0), values.stride(0), positions, scores.data_ptr(), found.data_ptr()),
+    )
+    _same("new keys and values", torch.cat([keys[:, positions - 1], values[:, positions - 1]]), torch.cat([key, value]))
+    attended = functional.scaled_dot_product_attention(
+        query.float().view(1, heads, 1, width),
+        keys[:, :positions].float().unsqueeze(0),
+        values[:, :positions].float().unsqueeze(0),
+        enable_gqa=True,
+    )
+    _same("attention", found, attended.view(heads, width).bfloat16())
+
+
+def _check_delta(kernels: StepKernels, draw: torch.Generator, shape: DeltaShape) -> None:
+    """The rule as its authors have it: https://arxiv.org/abs/2412.06464."""
+    rows, heads, key_heads, width, key_width = 2, shape.heads, shape.key_heads, shape.width, shape.key_width
+    keys = key_heads * key_width
+    mixed, conv = _drawn(draw, rows, 2 * keys + heads * width), _drawn(draw, 2 * keys + heads * width, shape.taps)
+    gate, norm, out = (_drawn(draw, *sizes) for sizes in ((rows, heads, width), (width,), (rows, heads, width)))
+    beta, step = _drawn(draw, rows, heads), _drawn(draw, rows, heads)
+    rate, step_bias = -_drawn(draw, heads).float().exp(), _drawn(draw, heads).float()
+    columns = [_drawn(draw, *conv.shape) for _ in range(rows)]
+    states = [_drawn(draw, heads, key_width, width).float() for _ in range(rows)]
+    seen = [torch.cat([kept[:, 1:], new[:, None]], 1) for kept, new in zip(columns, mixed, strict=True)]
+    before, room = [state.clone() for state in states], torch.empty(mixed.shape[1])
+    shape.conv, shape.norm = conv.data_ptr(), norm.data_ptr()
+    shape.rate, shape.step_bias = rate.data_ptr(), step_bias.data_ptr()
+    kept = torch.tensor([[c.data_ptr(), s.data_ptr()] for c, s in zip(columns, states, strict=True)])
+    given = (mixed, gate, beta, step, room, out)
+    kernels.delta(shape, rows, kept.data_ptr(), *(tensor.data_ptr() for tensor in given))
+    for row in range(rows):
+        convolved = functional.silu((seen[row].float() * conv.float()).sum(1).bfloat16()).float()
+        query, key, value = torch.split(convolved, [keys, keys, heads * width])
+        query, key = (
+            functional.normalize(of.view(key_heads, key_width), dim=1).repeat_interleave(heads // key_heads, 0)
+            for of in (query, key)
+        )
+        state = before[row] * (rate * functional.softplus(step[row].float() + step_bias)).exp()[:, None, None]
+        change = (value.view(heads, width) - torch.einsum("hkw,hk->hw", state, key)) * beta[row].sigmoid()[:, None]
+        state += torch.einsum("hk,hw->hkw", key, change)
+        found = (torch.einsum("hkw,hk->hw", state, query) * key_width**-0.5).bfloat16()
+        wanted = functional.rms_norm(found, (width,), None, shape.eps) * norm * functional.silu(gate[row].float())
+        _same("convolution", columns[row], seen[row])
+        _same("state", states[row], state)
+        _same("answer of a state", out[row], wanted)
+
+
+def _check_take(kernels: StepKernels, draw: torch.Generator) -> None:
+    """Of a block of four rows, two a byte, and two groups of 32 columns: the row at byte 1, in its upper half."""
+    groups, half, group = 2, 2, 32
+    for planes in (1, 2):
+        codes = torch.randint(0, 256, (groups, planes, group, half), generator=draw, dtype=torch.uint8)
+        scales, out = _drawn(draw, groups, 4, 2), torch.empty(groups, group, dtype=torch.bfloat16)
+        at = (codes.data_ptr(), scales[:, 3].data_ptr(), out.data_ptr())
+        kernels.take(*at, groups, planes, half, 1, 4, scales.stride(0))
+        own = (codes[..., 1] >> 4).float()
+        scale, zero = scales[:, 3, :1].float(), scales[:, 3, 1:].float()
+        wanted = (own[:, 0] - 8) * scale + zero if planes == 1 else (16 * own[:, 0] + own[:, 1] - 128) * scale
+        _same("row of a packed matrix", out, wanted.bfloat16())
+
+
+def _drawn(draw: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=draw).bfloat16()
+
+
+def _same(what: str, ours: torch.Tensor, torchs: torch.Tensor) -> None:
+    # Two units in the last place, and as much beside results that nearly cancel.
+    if not torch.allclose(ours.float(), torchs.float(), rtol=2**-6, atol=2**-7):
+        raise UnsupportedModelError(f"what this machine's compiler made of them gives another {what} than torch")

@@ -1,0 +1,89 @@
+"""The functions of a library that was built of ``step_kernels.c``, and the shapes that they are told.
+
+Knows tensors' addresses, no tensors, no modules and no compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+MOST_HEADS, MOST_WIDTH = 4, 512
+"""Heads that attend together, and the widest that can: as the source has them."""
+
+
+class AttentionShape(ctypes.Structure):
+    """What an attention layer is to :meth:`StepKernels.attend`; held by whoever passes its address.
+
+    ``head_norm``: address of bfloat16 ``[heads + key_heads, width]``, or None; ``turns``: whether rope is applied;
+    ``eps``: of the heads' norms.
+    """
+
+    _fields_ = (
+        *(("head_norm", c_void_p), ("heads", c_int), ("key_heads", c_int), ("width", c_int), ("turns", c_int)),
+        *(("scaling", c_float), ("eps", c_float)),
+    )
+
+
+class DeltaShape(ctypes.Structure):
+    """What a layer with a gated delta rule is to :meth:`StepKernels.delta`; held by whoever passes its address.
+
+    ``conv``: address of bfloat16 ``[channels, taps]``, of queries, keys and values in that order; ``rate`` and
+    ``step_bias``: of float32 ``[heads]``, ``-exp(A_log)`` and what is added to the steps; ``norm``: of bfloat16
+    ``[width]``, with ``eps``.
+    """
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("conv", "rate", "step_bias", "norm")),
+        *((name, c_int) for name in ("heads", "key_heads", "width", "key_width", "taps")),
+        ("eps", c_float),
+    )
+
+
+class StepKernels:
+    """The functions of one library. Arguments are addresses of dense bfloat16 tensors, unless it says otherwise.
+
+    The interpreter's lock is kept meanwhile: they take microseconds, but for `attend_long` and `delta`.
+
+    Attributes:
+        norm: ``(x, weight, out, rows, width, eps)``: transformers' RMS norm of each row.
+        add: ``(x, other, count)``: ``x += other``.
+        add_norm: ``(x, other, weight, out, rows, width, eps)``: both, one after the other.
+        silu_mul: ``(gate_up, out, rows, width)``: ``silu(gate) * up`` of rows ``[gate, up]``.
+        attend: ``(shape, qkv, cosines, sines, keys, values, key_stride, value_stride, positions, scores, out)``: one
+            session's newest position. Queries and keys are normed and turned where they are; keys and values go to the
+            last of ``positions`` rows of their slot, ``[key_heads, positions, width]`` with that many values from head
+            to head; ``out`` ``[heads, width]`` is what attention gives, or None for none. The first half of ``sines``
+            is negated. ``scores``: room for ``MOST_HEADS * positions`` float32.
+        attend_long: the same, and other threads may run meanwhile.
+        take: ``(codes, scales, out, groups, planes, half, byte, shift, stride)``: one row of a packed matrix. ``codes``
+            is of its block (uint8, ``half`` bytes a column, the row's at ``byte``, by ``shift`` bits), ``scales`` of
+            its first group (the next one's are ``stride`` values on).
+        delta: ``(shape, rows, kept, mixed, gate, beta, step, room, out)``: the newest position of each of several
+            sessions through a gated delta rule, between its projections: convolution, rule, norm and gate. ``kept``:
+            int64 ``[rows, 2]``, the addresses of a session's columns, bfloat16 ``[channels, taps]``, and state,
+            float32 ``[heads, key_width, width]``, both renewed where they are. ``mixed`` ``[rows, channels]``, ``gate``
+            and ``out`` ``[rows, heads, width]``, ``beta`` and ``step`` ``[rows, heads]``; ``room``: for ``channels``
+            float32. Other threads may run meanwhile.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library: Any = ctypes.PyDLL(str(path))
+        p, n, f = c_void_p, c_int, c_float
+        self.norm = _bound(library.meshnet_norm, p, p, p, n, n, f)
+        self.add = _bound(library.meshnet_add, p, p, n)
+        self.add_norm = _bound(library.meshnet_add_norm, p, p, p, p, n, n, f)
+        self.silu_mul = _bound(library.meshnet_silu_mul, p, p, n, n)
+        self.take = _bound(library.meshnet_take, p, p, p, n, n, n, n, n, c_int64)
+        attended = (POINTER(AttentionShape), p, p, p, p, p, c_int64, c_int64, n, p, p)
+        self.attend = _bound(library.meshnet_attend, *attended)
+        unlocked: Any = ctypes.CDLL(str(path))
+        self.attend_long = _bound(unlocked.meshnet_attend, *attended)
+        self.delta = _bound(unlocked.meshnet_delta, POINTER(DeltaShape), n, p, p, p, p, p, p, p)
+
+
+def _bound(function: Any, *arguments: Any) -> Any:
+    function.argtypes, function.restype = arguments, None
+    return function

@@ -1,0 +1,133 @@
+"""Decode steps of layers with a gated delta rule (Qwen3-Next, Qwen3.5), the rule being C code.
+
+    product ── convolution, rule, norm, gate ── product
+
+A layer's state is a matrix for each head, a megabyte and more in all. As operations of torch a step goes over it six
+times, and for several sessions copies it to where they lie together and back; the kernel reads and writes each
+session's own once (:mod:`meshnet_node.step_kernels`). Stands in a module's place while it is on; frames of several
+positions, and those without state, are the module's own. Knows no frames and no names of sessions.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
+
+from meshnet_node.kernel_library import MOST_WIDTH, DeltaShape, StepKernels
+from meshnet_node.ragged_cache import RaggedCache
+
+_ORDERED = ("in_proj_qkvz", "in_proj_ba")  # Qwen3-Next's, by heads
+_APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5's
+_HAS = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
+
+
+class NativeDelta:
+    """One layer's. Not for two threads at once.
+
+    Args:
+        module: transformers', :meth:`can_run`; its ``forward`` is replaced until :meth:`leave`.
+        kernels: this machine's.
+
+    Attributes:
+        index: of the layer, in its view.
+        is_on: whether steps are for it.
+    """
+
+    def __init__(self, module: Any, kernels: StepKernels) -> None:
+        self.index: int = module.layer_idx
+        self.is_on = True
+        self._module, self._plain, self._kernel = module, module.forward, kernels.delta
+        self._ordered = hasattr(module, _ORDERED[0])
+        self._conv = module.conv1d.weight.squeeze(1).contiguous()
+        self._norm = module.norm.weight
+        self._rate = -module.A_log.detach().float().exp()
+        self._step_bias = module.dt_bias.detach().float().clone()
+        self._shape = DeltaShape(
+            *(held.data_ptr() for held in (self._conv, self._rate, self._step_bias, self._norm)),
+            *(module.num_v_heads, module.num_k_heads, module.head_v_dim, module.head_k_dim, self._conv.shape[1]),
+            module.norm.variance_epsilon,
+        )
+        self._room = torch.empty(self._conv.shape[0])
+        module.forward = self.forward
+
+    @staticmethod
+    def can_run(module: Any) -> bool:
+        """Whether ``module`` is such a layer, of a form that the kernel has, in bfloat16 on a CPU."""
+        if not all(hasattr(module, name) for name in _HAS):
+            return False
+        if not any(all(hasattr(module, name) for name in form) for form in (_ORDERED, _APART)):
+            return False
+        conv, norm = module.conv1d, module.norm
+        return (
+            all(of.weight.dtype is torch.bfloat16 and of.weight.device.type == "cpu" for of in (conv, norm))
+            and conv.bias is None
+            and getattr(norm, "activation", None) == module.activation == "silu"
+            and module.head_v_dim <= MOST_WIDTH
+            and module.num_v_heads % module.num_k_heads == 0
+        )
+
+    def leave(self) -> None:
+        """Let the module run by itself again."""
+        del self._module.forward
+
+    def forward(self, hidden_states: torch.Tensor, cache: DynamicCache | None = None, **others: Any) -> torch.Tensor:
+        """As the module's own; hidden states ``[rows, seq_len, hidden]``.
+
+        Args:
+            cache: of one session, or a `RaggedCache` of as many as there are rows, which keeps this layer's apart.
+        """
+        if self.is_on and cache is not None and hidden_states.shape[1] == 1 and others.get("attention_mask") is None:
+            slots = cache.rows_of(self.index) if isinstance(cache, RaggedCache) else (cache.layers[self.index],)
+            if len(slots) == len(hidden_states) and all(map(self._takes, slots)):
+                return self._step(hidden_states, slots)
+        found: torch.Tensor = self._plain(hidden_states, cache=cache, **others)
+        return found
+
+    def _takes(self, slot: Any) -> bool:
+        """Whether it holds state as the kernel reads it."""
+        if not isinstance(slot, LinearAttentionLayer) or slot.record_past or not slot.has_previous_state[0]:
+            return False
+        columns, state, at = slot.conv_states[0], slot.recurrent_states[0], self._shape
+        return (
+            columns is not None
+            and state is not None
+            and columns.shape == (1, *self._conv.shape)
+            and state.shape == (1, at.heads, at.key_width, at.width)
+            and (columns.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+            and columns.is_contiguous()
+            and state.is_contiguous()
+        )
+
+    def _step(self, hidden: torch.Tensor, slots: Sequence[Any]) -> torch.Tensor:
+        given = [each.contiguous() for each in self._projected(hidden)]
+        out = torch.empty(len(slots), 1, self._shape.heads * self._shape.width, dtype=torch.bfloat16)
+        kept = array("q")
+        for slot in slots:
+            kept.extend((slot.conv_states[0].data_ptr(), slot.recurrent_states[0].data_ptr()))
+        addresses = (each.data_ptr() for each in (*given, self._room, out))
+        self._kernel(self._shape, len(slots), kept.buffer_info()[0], *addresses)
+        found: torch.Tensor = self._module.out_proj(out)
+        return found
+
+    def _projected(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``[rows, 1, ...]``: queries, keys and values mixed; gates; shares; steps."""
+        module = self._module
+        if not self._ordered:
+            return tuple(getattr(module, name)(hidden) for name in _APART)
+        query, key, value, gate, share, step = module.fix_query_key_value_ordering(
+            *(getattr(module, name)(hidden) for name in _ORDERED)
+        )
+        mixed = torch.cat([each.flatten(2) for each in (query, key, value)], dim=-1)
+        return mixed, gate, share, step
+
+
+def native_deltas(layers: Sequence[nn.Module], kernels: StepKernels) -> list[NativeDelta]:
+    """One for each of ``layers`` that has such a module of a form that the kernel has."""
+    modules = (getattr(layer, "linear_attn", None) for layer in layers)
+    return [NativeDelta(module, kernels) for module in modules if module is not None and NativeDelta.can_run(module)]

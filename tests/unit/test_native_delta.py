@@ -1,0 +1,214 @@
+"""Native gated delta rules in layers that are transformers' own, against these layers: alone, together, with drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshnet_core.errors import HopFailedError
+from meshnet_core.layer_range import LayerRange
+from meshnet_node.layer_slicing import LayerView
+from meshnet_node.model_backend import TorchModelShard
+from meshnet_node.native_delta import NativeDelta
+from meshnet_node.ragged_cache import RaggedCache
+from meshnet_node.shard_loader import load_shard
+from meshnet_node.shard_work import ShardWork
+from native_compiler import needs_compiler
+from tiny_models import VOCAB, num_layers, save_tiny
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_compiler]
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+FRAMES = (20, *[1] * 8, 3, *[1] * 8)  # a chunk, steps, and drafts between them
+LENGTHS, STEPS = (5, 17, 30), 10
+Load = Callable[..., TorchModelShard]
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Load:
+    def load(family: str, dtype: str = "bfloat16", **settings: object) -> TorchModelShard:
+        """The whole model as one shard; its weights are bfloat16's in every dtype."""
+        folder = tmp_path / family
+        if not folder.exists():
+            (file,) = save_tiny(family, folder, **settings).glob("*.safetensors")
+            weights = {name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}
+            save_file(weights, file, metadata={"format": "pt"})
+        return load_shard(folder, LayerRange(0, num_layers(family)), dtype=dtype, device="cpu")
+
+    return load
+
+
+def seldom() -> bool:
+    return False
+
+
+def drawn(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def run(view: LayerView, *, plain: bool = False) -> torch.Tensor:
+    """Logits ``[positions, vocab]`` of one session in `FRAMES`."""
+    cache, position, logits = view.new_cache(), 0, []
+    ids = drawn(sum(FRAMES), seed=1)
+    for count in FRAMES:
+        frame = ids[:, position : position + count]
+        logits.append(
+            view.forward(frame, position=position, cache=cache, sample=count, cancelled=seldom, plain=plain)[0]
+        )
+        position += count
+    return torch.cat(logits)
+
+
+@torch.inference_mode()
+def run_together(view: LayerView) -> torch.Tensor:
+    """Logits ``[steps * sessions, vocab]`` of sessions of `LENGTHS` that go on together."""
+    caches = [view.new_cache() for _ in LENGTHS]
+    logits: list[torch.Tensor] = []
+    for seed, (length, cache) in enumerate(zip(LENGTHS, caches, strict=True)):
+        view.forward(drawn(length, seed), position=0, cache=cache, sample=0, cancelled=seldom)
+    for step in range(STEPS):
+        ids, positions = drawn(len(LENGTHS), 50 + step).reshape(-1, 1), [length + step for length in LENGTHS]
+        found = view.forward_together(ids, positions=positions, caches=caches, sample=True, cancelled=seldom)
+        logits += found[:, 0]
+    return torch.stack(logits)
+
+
+def rows_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each native rule that runs from now on."""
+    own, rows = NativeDelta._step, []
+
+    def noting(delta: NativeDelta, hidden: torch.Tensor, slots: Any) -> torch.Tensor:
+        rows.append(len(slots))
+        return own(delta, hidden, slots)
+
+    monkeypatch.setattr(NativeDelta, "_step", noting)
+    return rows
+
+
+def assert_near(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """Whether ``ours`` is as near to float32's logits as the plain steps' are: in the middle, since rounding may send a
+    position to other experts.
+    """
+    by_rounding = float((plain.float() - exact).abs().median())
+    assert 0.0001 < by_rounding < 0.1
+    assert float((ours.float() - exact).abs().median()) <= 1.5 * by_rounding  # CPUs round apart
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("of", [run, run_together])
+def test_the_logits_are_those_of_the_layers(
+    of: Callable[[LayerView], torch.Tensor], family: str, shards: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, rows = shards(family), rows_seen(monkeypatch)
+    view = shard.whole_view()
+    plain = of(view)
+    assert not shard.runs_native
+    shard.use_kernels()
+    assert shard.runs_native
+    rows.clear()
+    assert_near(of(view), plain, of(shards(family, "float32").whole_view()))
+    linear = view.config.layer_types.count("linear_attention")
+    assert rows == ([1] * FRAMES.count(1) if of is run else [len(LENGTHS)] * STEPS) * linear
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_frames_have_the_bits_of_the_layers(family: str, shards: Load) -> None:
+    shard = shards(family)
+    plain = run(shard.whole_view())
+    shard.use_kernels()
+    native = run(shard.whole_view())
+    assert torch.equal(run(shard.whole_view(), plain=True), plain)
+    assert torch.equal(run(shard.whole_view()), native)  # and those after them are native again
+
+
+def test_other_widths_are_taken_in_columns(shards: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"linear_key_head_dim": 16, "linear_value_head_dim": 136, "linear_num_value_heads": 6}
+    shard, rows = shards("qwen3_5_text", **settings), rows_seen(monkeypatch)
+    plain = run(shard.whole_view())
+    shard.use_kernels()
+    rows.clear()
+    assert_near(run(shard.whole_view()), plain, run(shards("qwen3_5_text", "float32").whole_view()))
+    assert rows
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_next", "float32"), ("lfm2", "bfloat16"), ("mamba2", "bfloat16")])
+def test_other_shards_stay_as_they_are(family: str, dtype: str, shards: Load) -> None:
+    shard = shards(family, dtype)
+    shard.use_kernels()
+    assert not shard.runs_native
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: setattr(module, "activation", "gelu"),
+        lambda module: setattr(module.conv1d, "bias", torch.nn.Parameter(torch.zeros(module.conv_dim))),
+        lambda module: setattr(module, "num_k_heads", 3),
+        lambda module: delattr(module, "in_proj_z"),
+        lambda module: setattr(module.norm, "weight", torch.nn.Parameter(module.norm.weight.float())),
+    ],
+)
+def test_another_form_of_the_module_is_left_alone(change: Callable[[Any], None], shards: Load) -> None:
+    view = shards("qwen3_5_text").whole_view()
+    module: Any = view.plain_layers[0].linear_attn
+    assert NativeDelta.can_run(module)
+    change(module)
+    assert not NativeDelta.can_run(module)
+
+
+@torch.inference_mode()
+def test_a_slot_that_records_its_past_is_the_modules_own(shards: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, rows = shards("qwen3_5_text"), rows_seen(monkeypatch)
+    shard.use_kernels()
+    rows.clear()
+    view = shard.whole_view()
+    cache = view.new_cache()
+    view.forward(drawn(9, 0), position=0, cache=cache, sample=0, cancelled=seldom)
+    for layer in cache.layers:
+        layer.record_past = True
+    view.forward(drawn(1, 1), position=9, cache=cache, sample=1, cancelled=seldom)
+    assert not rows
+
+
+def test_sessions_together_keep_what_is_apart_to_themselves(shards: Load) -> None:
+    view = shards("qwen3_5_text").whole_view()
+    caches = [view.new_cache() for _ in range(2)]
+    for cache in caches:
+        view.forward(drawn(5, 0), position=0, cache=cache, sample=0, cancelled=seldom)
+    together = RaggedCache(caches, apart=[0])
+    assert together.rows_of(0) == tuple(cache.layers[0] for cache in caches)
+    assert together.rows_of(1) == ()
+    for update in (together.layers[0].update_conv_state, together.layers[0].update_recurrent_state):
+        with pytest.raises(TypeError, match="their own"):
+            update(torch.zeros(1))
+    before = [cache.layers[0].recurrent_states[0].clone() for cache in caches]
+    together.give_back()
+    assert all(torch.equal(cache.layers[0].recurrent_states[0], was) for cache, was in zip(caches, before, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_native_rule_that_fails_is_the_last(
+    count: int, shards: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = shards("qwen3_5_text")
+    shard.use_kernels()
+    states = [shard.new_state(0) for _ in range(count)]
+
+    def frames(states: list[Any], length: int, position: int) -> list[Any]:
+        payload = torch.arange(3, 3 + length, dtype=torch.int32).numpy().tobytes()
+        return list(
+            shard.forward([ShardWork(0, state, position, length, payload, "bfloat16", sample=1) for state in states])
+        )
+
+    assert not any(isinstance(found, Exception) for found in frames(states, 4, 0))
+    monkeypatch.setattr(NativeDelta, "_step", lambda *_: 1 / 0)
+    assert all(isinstance(found, HopFailedError) for found in frames(states, 1, 4))
+    assert not shard.runs_native
+    assert "a native one failed: ZeroDivisionError" in caplog.text
+    again = [shard.new_state(0)]
+    assert not any(isinstance(found, Exception) for at, n in ((0, 4), (4, 1)) for found in frames(again, n, at))
