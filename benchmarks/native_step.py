@@ -31,9 +31,9 @@ from benchmarks.models import MODELS, PreparedModel, prepare
 from benchmarks.results import add_options, publish
 
 if TYPE_CHECKING:
+    from meshnet_node.kernel_library import StepKernels
     from meshnet_node.model_backend import TorchModelShard
     from meshnet_node.session_state import SessionState
-    from meshnet_node.step_kernels import StepKernels
 
 WEIGHTS = ("bfloat16", "packed")
 WAYS = ("plain", "native")

@@ -8,9 +8,10 @@ import pytest
 from benchmarks.native_step import WAYS, Case, Compared, Shards, compare, document, order_of, parse
 
 from meshnet_core.layer_range import LayerRange
+from meshnet_node.kernel_library import StepKernels
 from meshnet_node.native_here import kernels_here
 from meshnet_node.shard_loader import load_shard
-from meshnet_node.step_kernels import StepKernels, logger
+from meshnet_node.step_kernels import logger
 from native_compiler import needs_compiler
 from tiny_models import save_tiny
 

@@ -7,17 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshnet_node import step_kernels as built
+from meshnet_node.kernel_library import StepKernels
 
 
 @dataclass(frozen=True, slots=True)
 class KernelsHere:
     """The kernels, or the reason why there are none."""
 
-    kernels: built.StepKernels | None
+    kernels: StepKernels | None
     reason: str = ""
 
 
-def kernels_here(find: Callable[[], built.StepKernels | None] = built.step_kernels) -> KernelsHere:
+def kernels_here(find: Callable[[], StepKernels | None] = built.step_kernels) -> KernelsHere:
     """Build and check them where they are not yet, which takes a second or two and writes to the cache folder.
 
     Args:
