@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from meshnet_core.build_info import build_info
-from meshnet_core.frames import HopTiming
+from meshnet_core.frames import FrameReply, HopTiming
 
 # From a decode step of a tiny model on loopback to a prefill chunk of a large one on a slow machine.
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -99,6 +99,11 @@ class NodeMetrics:
     def took(self, form: str) -> None:
         """Count one frame that was read."""
         self._of_form(form).inc()
+
+    def replied(self, reply: FrameReply) -> None:
+        """Count where a frame spent its time that was replied to, if it has run here by then."""
+        if reply.timings and reply.timings[0].forward_ms:
+            self.ran(reply.timings[0])
 
     def ran(self, timing: HopTiming) -> None:
         """Count where a frame that has run here spent its time."""

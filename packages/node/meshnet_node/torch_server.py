@@ -1,7 +1,8 @@
 """A node's HTTP door: a `HopEndpoint`, its status, its metrics and its text files.
 
 Parses, answers and refuses; knows no model, no session and no tensor. What the calls mean is the endpoint's, how frames
-look is `meshnet_core.http_codec`'s. The contract is in ``docs/wire-protocol.md``.
+look is `meshnet_core.http_codec`'s; those of lean streams have a door of their own, `stream_door`. The contract is in
+``docs/wire-protocol.md``.
 
 A caller that goes away does not cancel its call. A broken connection cannot be told from a kept-alive one that will be
 retried in a moment, and a cancelled forward costs the session its state; so work is stopped by `release` and by the
@@ -15,13 +16,13 @@ import base64
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any
 
 from aiohttp import web
 
-from meshnet_core import http_codec, stream_codec
+from meshnet_core import http_codec
 from meshnet_core.clock import SystemClock
 from meshnet_core.connection_log import connection_log
 from meshnet_core.doorkeeper import Doorkeeper
@@ -31,25 +32,23 @@ from meshnet_core.errors import (
     InvalidInputError,
     MeshnetError,
     ModelNotFoundError,
-    ProtocolMismatchError,
     RateLimitedError,
     TooLargeError,
 )
-from meshnet_core.frames import PROTOCOLS, Frame, FrameReply
+from meshnet_core.frames import PROTOCOLS
 from meshnet_core.ids import check_id
 from meshnet_core.secure_site import owner_of_request
-from meshnet_core.transport import HopEndpoint, PromptEndpoint
+from meshnet_core.transport import HopEndpoint
 from meshnet_core.turned_away import TurnedAway
-from meshnet_node.frame_stream import FrameStream, Send, SwitchedResponse
-from meshnet_node.node_metrics import FORM_HTTP, FORM_STREAM, NodeMetrics
+from meshnet_node.node_metrics import FORM_HTTP, NodeMetrics
 from meshnet_node.peer_sessions import PeerSessions
+from meshnet_node.stream_door import FORWARD, StreamDoor
 
 KEEPALIVE_S = 75.0  # above the client's (`meshnet_core.http_transport`), so that it is the client that closes
 BODY_TIMEOUT_S = 30.0
 SHUTDOWN_S = 2.0  # for calls under way when the server stops; after it they are cancelled
 # Requests of one peer: far above what a gateway with a hundred answers under way makes, or a node before this one.
 RATE_PER_S, RATE_BURST = 5000.0, 20000.0
-_FORWARD = "/hop/forward"  # what frames are counted as, in either form
 _QUERY_NAMES = {"/hop/probe": {"session"}}
 
 log = logging.getLogger(__name__)
@@ -106,10 +105,20 @@ def create_app(
 
     app = web.Application(middlewares=[answer], client_max_size=max_body)
     app.router.add_post("/hop/open", door.open)
-    app.router.add_post(_FORWARD, door.forward)
+    app.router.add_post(FORWARD, door.forward)
     if streams:
-        app.router.add_get("/hop/stream", door.stream, allow_head=False)
-        app.on_shutdown.append(door.end_streams)
+        stream_door = StreamDoor(
+            endpoint,
+            metrics=metrics,
+            doorkeeper=doorkeeper,
+            protocols=protocols,
+            max_body=max_body,
+            body_timeout_s=body_timeout_s,
+            idle_s=KEEPALIVE_S,
+            failure=_failure,
+        )
+        app.router.add_get("/hop/stream", stream_door.stream, allow_head=False)
+        app.on_shutdown.append(stream_door.end_streams)
     app.router.add_post("/hop/release", door.release)
     app.router.add_get("/hop/probe", door.probe, allow_head=False)
     app.router.add_get("/text/{fingerprint}", door.text, allow_head=False)
@@ -154,7 +163,6 @@ class _Door:
         not_ready: NotReady,
     ) -> None:
         self._endpoint = endpoint
-        self._prompt = endpoint if isinstance(endpoint, PromptEndpoint) else None
         self._status = status
         self._text_files = text_files
         self._max_body = max_body
@@ -164,7 +172,6 @@ class _Door:
         self._doorkeeper = doorkeeper
         self._peers = peers
         self._not_ready = not_ready
-        self._streams: set[FrameStream] = set()
 
     async def guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """``handler``'s answer, counted; whatever it raises becomes an error document."""
@@ -209,81 +216,9 @@ class _Door:
         body = await self._body(request, "application/octet-stream")
         frame = http_codec.decode_frame(request.headers.items(), body, self._protocols)
         self._metrics.took(FORM_HTTP)
-        return _json_response(http_codec.encode_json((await self._ran(frame)).to_wire()))
-
-    async def _ran(self, frame: Frame) -> FrameReply:
         reply = await self._endpoint.forward(frame)
-        self._count_parts(reply)
-        return reply
-
-    def _count_parts(self, reply: FrameReply) -> None:
-        if reply.timings and reply.timings[0].forward_ms:
-            self._metrics.ran(reply.timings[0])
-
-    async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Hand the connection over to a lean stream of frames."""
-        if any(name.lower().startswith("x-meshnet-") for name in request.headers):  # none is needed
-            http_codec.check_protocol(request.headers.items(), self._protocols)
-        _check_upgrade(request)
-        owner, address = owner_of_request(request), request.remote or "?"
-
-        def answer(number: int, frame: Frame, send: Send) -> Coroutine[Any, Any, bytes] | None:
-            return self._streamed(owner, address, number, frame, send)
-
-        def make(on_lost: Callable[[Exception | None], None]) -> FrameStream:
-            return FrameStream(
-                answer,
-                lambda error, size: self._metrics.answered(_FORWARD, error.code, 0.0, size),
-                protocols=self._protocols,
-                max_body=self._max_body,
-                body_timeout_s=self._body_timeout_s,
-                idle_s=KEEPALIVE_S,
-                on_lost=on_lost,
-            )
-
-        return SwitchedResponse(make, self._streams)
-
-    def _streamed(
-        self, owner: str | None, address: str, number: int, frame: Frame, send: Send
-    ) -> Coroutine[Any, Any, bytes] | None:
-        """Answer one frame of a stream, counted as a post's is; whatever is raised becomes a refusal."""
-        began, size = time.perf_counter(), len(frame.body)
-
-        def answered(outcome: FrameReply | Exception) -> None:
-            message, result = _answer_to(number, outcome)
-            send(message)
-            if isinstance(outcome, FrameReply):
-                self._count_parts(outcome)
-            self._metrics.answered(_FORWARD, result, time.perf_counter() - began, size)
-
-        try:
-            self._doorkeeper.admit(owner, address)
-            try:
-                begun = self._prompt is not None and self._prompt.begin(frame, answered)
-            finally:
-                self._metrics.took(FORM_STREAM)
-        except Exception as error:  # noqa: BLE001 - it goes back as a refusal
-            answered(error)
-            return None
-        return None if begun else self._ran_streamed(began, number, frame)
-
-    async def _ran_streamed(self, began: float, number: int, frame: Frame) -> bytes:
-        """The answer to a frame that may have to wait."""
-        result = "cancelled"
-        try:
-            try:
-                outcome: FrameReply | Exception = await self._ran(frame)
-            except Exception as error:  # noqa: BLE001 - it goes back as a refusal
-                outcome = error
-            message, result = _answer_to(number, outcome)
-            return message
-        finally:
-            self._metrics.answered(_FORWARD, result, time.perf_counter() - began, len(frame.body))
-
-    async def end_streams(self, _app: web.Application) -> None:
-        """Have every stream answer what it has read, and no more."""
-        for stream in self._streams:
-            stream.finish()
+        self._metrics.replied(reply)
+        return _json_response(http_codec.encode_json(reply.to_wire()))
 
     async def release(self, request: web.Request) -> web.Response:
         body = await self._body(request, "application/json")
@@ -339,38 +274,6 @@ class _Door:
             ) from error
         except (ConnectionError, web.RequestPayloadError) as error:  # the answer is for the metrics: nobody reads it
             raise BadFrameError(f"the connection ended within a body of {length} bytes") from error
-
-
-def _answer_to(number: int, outcome: FrameReply | Exception) -> tuple[bytes, str]:
-    """The message that answers a frame of a stream, and what it is counted as.
-
-    A reply that cannot be told, with a NaN among its logprobs say, is the hop's failure, and whoever asked hears of it.
-    """
-    if isinstance(outcome, FrameReply):
-        try:
-            return stream_codec.encode_reply(outcome, number), "ok"
-        except Exception as untold:  # noqa: BLE001 - it goes back as a refusal
-            outcome = untold
-    error = outcome if isinstance(outcome, MeshnetError) else _failure(outcome, _FORWARD)
-    return stream_codec.encode_refusal(error, number), error.code
-
-
-def _check_upgrade(request: web.Request) -> None:
-    """Whether a request asks for the stream that is spoken here, as an upgrade has to be asked for.
-
-    Raises:
-        ProtocolMismatchError: it asks for none, or for another one.
-        BadFrameError: it has a body.
-    """
-    named = [part.strip().lower() for part in request.headers.get("Connection", "").split(",")]
-    wanted = request.headers.getall("Upgrade", [])
-    if "upgrade" not in named or wanted != [stream_codec.STREAM]:
-        raise ProtocolMismatchError(
-            f"/hop/stream needs Connection: Upgrade and Upgrade: {stream_codec.STREAM}, "
-            f"not {', '.join(wanted)[:80] or 'none'!r}"
-        )
-    if request.can_read_body:
-        raise BadFrameError("an upgrade has no body; frames follow the answer 101")
 
 
 def _failure(error: Exception, path: str) -> HopFailedError:
