@@ -127,6 +127,7 @@ async def test_sessions_whose_replay_is_to_be_exact_run_alone(folder: Path) -> N
             try:
                 return [event.id async for event in generation if isinstance(event, SampledToken)]
             finally:
+                assert generation.report()["recovery"] == "exact"
                 await generation.aclose()
 
         found = await asyncio.gather(*(answer(prompt) for prompt in PROMPTS[:3]))

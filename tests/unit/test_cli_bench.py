@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from announcements import shard
+from eager_steps import trace_layers
 from meshnet_cli import bench, bench_profile, completion
 from meshnet_cli.chat_stream import Gateway
 from meshnet_cli.main import app
+from meshnet_cli.steps_told import Steps, steps_told
+from meshnet_node import step_warm_up
+from meshnet_node.offered_shard import OfferedShard
+from native_compiler import needs_compiler
 from scripted_gateway import ScriptedGateway, serving
 from tiny_models import save_tiny
 
@@ -73,10 +81,107 @@ def test_answers_count_in_a_profile_as_often_as_they_have_steps() -> None:
 def test_layers_of_a_model_are_split_here_as_the_route_has_them(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     route = [{"layers": "0-1", "dtype": "float32"}, {"layers": "2-3", "dtype": "float32"}]
-    splits = bench_profile.split_here(str(folder), route, position=5, threads=None, steps=2)
+    splits = bench_profile.split_here(str(folder), route, position=5, threads=None, told=[None, None], steps=2)
     assert [(split.layers, split.dtype) for split in splits] == [("0-1", "float32"), ("2-3", "float32")]
     for split in splits:
         assert split.products + split.attention + split.rest == pytest.approx(split.step_ms, rel=0.05)
+
+
+@needs_compiler
+def test_steps_are_of_the_kind_that_each_node_runs(tmp_path: Path) -> None:
+    route = [{"layers": layers, "dtype": "bfloat16"} for layers in ("0-0", "1-1", "2-3")]
+    told = [Steps.PLAIN, Steps.NATIVE, None]
+    splits = bench_profile.split_here(str(save_tiny("llama", tmp_path)), route, 5, None, told, steps=1)
+    assert [split.steps for split in splits] == [Steps.PLAIN, Steps.NATIVE, Steps.NATIVE]
+    assert [split.to_json()["node_steps"] for split in splits] == ["plain", "native", None]
+
+
+def test_compiled_steps_are_profiled_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = partial(step_warm_up.StepWarmUp, compile_layers=trace_layers)  # needs no compiler
+    monkeypatch.setattr(step_warm_up, "StepWarmUp", traced)
+    route = [{"layers": "0-3", "dtype": "float32"}]
+    (split,) = bench_profile.split_here(str(save_tiny("qwen2", tmp_path)), route, 5, None, [Steps.COMPILED], steps=1)
+    assert split.steps is Steps.COMPILED
+    assert split.products + split.attention + split.rest == pytest.approx(split.step_ms, rel=0.05)
+
+
+def test_what_a_node_is_not_told_to_run_is_said_beside_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    def split(layers: str, here: Steps, node: Steps | None) -> bench_profile.HopSplit:
+        return bench_profile.HopSplit(layers, "bfloat16", here, node, 3.0, 2.0, 1.0, 1.0, 1.0)
+
+    splits = (
+        split("0-1", Steps.NATIVE, Steps.NATIVE),
+        split("2-3", Steps.PLAIN, Steps.NATIVE),
+        split("4-5", Steps.NATIVE, None),
+    )
+    bench_profile.show(bench_profile.Profile(bench_profile.MeshProfile.of([PROFILE]), splits))
+    shown = capsys.readouterr().out
+    assert "0-1 bfloat16, native" in shown
+    assert "layers 0-1" not in shown
+    assert "layers 2-3: plain steps here, native at the node" in shown
+    assert "layers 4-5: native steps here, the node does not tell what its are" in shown
+
+
+ROUTE = [{"node": "a", "layers": "0-1"}, {"node": "b", "layers": "2-3"}]
+
+
+def status_node(name: str, layers: str, **more: Any) -> dict[str, Any]:
+    return {"node": name, "layers": [{"model": "m", "layers": layers, "loaded": True}], "compile": {}} | more
+
+
+@pytest.mark.parametrize(
+    ("compiled", "steps"),
+    [
+        ({"layers 1-3 of m": {"state": "native"}}, Steps.NATIVE),
+        ({"layers 1-3 of m": {"state": "ready"}}, Steps.COMPILED),
+        ({"layers 1-3 of m": {"state": "compiling"}}, Steps.PLAIN),
+        ({"layers 1-3 of m": {"state": "refused"}}, Steps.PLAIN),
+        ({"layers 0-3 of m": {"state": "native"}}, Steps.PLAIN),
+        ({}, Steps.PLAIN),
+    ],
+)
+def test_what_steps_are_is_what_the_node_says_of_its_shard(compiled: dict[str, Any], steps: Steps) -> None:
+    """The second hop begins inside its shard."""
+    status = {"nodes": [status_node("a", "0-1"), status_node("b", "1-3", compile=compiled)]}
+    assert steps_told({"route": ROUTE}, "m", status) == [Steps.PLAIN, steps]
+
+
+def test_what_nobody_tells_is_not_known() -> None:
+    silent = status_node("b", "2-3")
+    del silent["compile"]  # it did not answer
+    unloaded = status_node("a", "0-1") | {"layers": [{"model": "m", "layers": "0-1", "loaded": False}]}
+    assert steps_told({"route": ROUTE}, "m", {"nodes": [unloaded, silent]}) == [None, None]
+    assert steps_told({"route": ROUTE}, "m", {"nodes": [status_node("a", "0-1"), silent]}) == [Steps.PLAIN, None]
+    assert steps_told({"route": ROUTE}, "other", {"nodes": [status_node("a", "0-1")]}) == [None, None]
+    assert steps_told({"route": ROUTE}, "m", {}) == [None, None]
+
+
+def test_an_answer_that_is_exact_has_plain_steps() -> None:
+    status = {"nodes": [status_node("a", "0-1", compile={"layers 0-1 of m": {"state": "native"}})]}
+    assert steps_told({"route": ROUTE, "recovery": "exact"}, "m", status) == [Steps.PLAIN, Steps.PLAIN]
+
+
+def test_a_node_calls_its_shards_as_they_are_looked_for() -> None:
+    known = shard("1-3", model="m")
+    offer = OfferedShard(known, lambda progress: None)  # type: ignore[arg-type, return-value]
+    status = {"nodes": [status_node("b", str(known.layers), compile={str(offer): {"state": "native"}})]}
+    assert steps_told({"route": ROUTE}, "m", status) == [None, Steps.NATIVE]
+
+
+@needs_compiler
+def test_layers_are_profiled_as_the_gateway_says_that_nodes_run_them(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    route = [{"node": "a", "layers": "0-3", "dtype": "bfloat16"}]
+    report = {"profile": PROFILE, "route": route, "prompt_tokens": 4}
+    told = {"node": "a", "layers": [{"model": "tiny", "layers": "0-3", "loaded": True}]}
+    kinds = []
+    for compiled in ({}, {"layers 0-3 of tiny": {"state": "native"}}):
+        scripted = ScriptedGateway([["one"]], report=report, status={"nodes": [told | {"compile": compiled}]})
+        with serving(scripted) as gateway:
+            command = ["bench", "--url", gateway.url, "--repeats", "1", "--profile", "--step-of", str(folder), "--json"]
+            (split,) = json.loads(CliRunner().invoke(app, command).stdout)["profile"]["split"]
+        kinds.append((split["steps"], split["node_steps"]))
+    assert kinds == [("plain", "plain"), ("native", "native")]
 
 
 @pytest.mark.parametrize(

@@ -264,13 +264,21 @@ async def test_the_status_tells_the_gaps_and_what_each_node_says_now(mesh: Mesh,
         told = await status_of(mesh, tracker, url)
     assert (told["answers"], told["boot"], told["sessions"], told["state_bytes"]) == (True, "b-1", 5, 11)
     assert "secret" not in told
+    assert told["compile"] == {}
     (model,) = (await mesh.status())["models"]
     assert (model["name"], model["complete"], model["missing_layers"]) == ("m", False, ["15-29"])
+
+
+async def test_what_a_node_says_of_its_steps_is_passed_on(mesh: Mesh, tracker: FakeTracker) -> None:
+    steps = {"layers 0-14 of m": {"state": "native", "seconds": 0.0, "detail": ""}}
+    async with healthz(lambda: web.json_response({"boot": "b-1", "compile": steps})) as url:
+        assert (await status_of(mesh, tracker, url))["compile"] == steps
 
 
 async def test_a_node_that_is_gone_is_shown_as_it_last_announced_itself(mesh: Mesh, tracker: FakeTracker) -> None:
     told = await status_of(mesh, tracker, f"http://127.0.0.1:{free_port()}")
     assert (told["answers"], told["sessions"], told["state_bytes"]) == (False, 3, 7)
+    assert "compile" not in told  # nobody tells
 
 
 @pytest.mark.parametrize(

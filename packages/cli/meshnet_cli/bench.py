@@ -13,6 +13,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,7 @@ import typer
 
 from meshnet_cli import complaint, completion, options
 from meshnet_cli.chat import Partner, model_of
-from meshnet_core.errors import InvalidInputError
+from meshnet_core.errors import InvalidInputError, MeshnetError
 
 if TYPE_CHECKING:
     from meshnet_cli.chat_stream import Gateway
@@ -87,6 +88,7 @@ def bench(
     """Measure a running mesh: time to the first token, and tokens per second at an answer's beginning and end."""
     from meshnet_cli import bench_profile
     from meshnet_cli.chat_stream import Gateway
+    from meshnet_cli.steps_told import steps_told
 
     for missing in ("--step-of" if step_of and not profile else "", "--threads" if threads and not step_of else ""):
         if missing:
@@ -102,7 +104,10 @@ def bench(
         text = f"{secrets.token_hex(4)}: {PROMPT}{WORD * prompt}"
         runs.append(asyncio.run(measure(partner.gateway, partner.model, text, tokens, **fields)))
         complaint.say(f"answer {index + 1} of {repeats}: {line(runs[-1])}")
-    profiled = bench_profile.profile_of([run.report for run in runs], step_of, threads) if profile else None
+    profiled = None
+    if profile:
+        told = [] if step_of is None else steps_told(runs[-1].report, partner.model, asyncio.run(_status(gateway)))
+        profiled = bench_profile.profile_of([run.report for run in runs], step_of, threads, told)
     if as_json:
         named = {"url": gateway.url, "model": partner.model, "median": medians(runs)}
         more = {} if profiled is None else {"profile": profiled.to_json()}
@@ -111,6 +116,14 @@ def bench(
     _show(partner.model, runs)
     if profiled is not None:
         bench_profile.show(profiled)
+
+
+async def _status(gateway: Gateway) -> dict[str, Any]:
+    """What the gateway tells of the mesh; nothing where it does not: what was measured is told all the same."""
+    with suppress(MeshnetError):
+        async with gateway:
+            return await gateway.get("/meshnet/status")
+    return {}
 
 
 def _show(model: str, runs: list[BenchRun]) -> None:

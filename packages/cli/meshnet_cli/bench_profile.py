@@ -1,8 +1,8 @@
 """`meshnet bench --profile`: where decode steps go, as the mesh told it, and what the step of a shard is made of.
 
 The mesh's parts add up by the gateway's and the hops' clocks. What is within a hop's `forward` no node tells, since
-measuring it would slow it down: with ``--step-of MODEL`` the same layers are loaded and run in this process, and its
-figures stand beside the mesh's rather than in them.
+measuring it would slow it down: with ``--step-of MODEL`` the same layers are loaded and run in this process, with
+steps of the kind that the node has, and its figures stand beside the mesh's rather than in them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from meshnet_cli import options
+from meshnet_cli.steps_told import Steps
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.layer_range import LayerRange
+
+if TYPE_CHECKING:
+    from meshnet_node.model_backend import TorchModelShard
 
 STEPS = 10  # of each hop's layers that are profiled here
 SILENT = "6"  # kineto tells of each beginning and end on the terminal up to level 5
@@ -78,12 +82,19 @@ class MeshProfile:
 
 @dataclass(frozen=True, slots=True)
 class HopSplit:
-    """What the step of one hop's layers is made of, in this process; milliseconds. See `meshnet_node.step_profile`."""
+    """What the step of one hop's layers is made of, in this process; milliseconds. See `meshnet_node.step_profile`.
+
+    Attributes:
+        steps: as they were here.
+        node_steps: as they are at the node; None where it does not tell.
+    """
 
     layers: str
     dtype: str
+    steps: Steps
+    node_steps: Steps | None
     step_ms: float
-    plain_ms: float
+    unprofiled_ms: float
     products: float
     attention: float
     rest: float
@@ -104,13 +115,19 @@ def check_model(model: str) -> None:
 
 
 def split_here(
-    model: str, route: Sequence[dict[str, Any]], position: int, threads: int | None, steps: int = STEPS
+    model: str,
+    route: Sequence[dict[str, Any]],
+    position: int,
+    threads: int | None,
+    told: Sequence[Steps | None],
+    steps: int = STEPS,
 ) -> list[HopSplit]:
     """Load each hop's layers of MODEL in turn and profile its steps at ``position``.
 
     Args:
         route: hops as a report tells them, with ``layers`` and ``dtype``.
         threads: of torch; None leaves it as it is.
+        told: what each hop's steps are; where that is not known, as a node's are that was told nothing.
 
     Raises:
         MeshnetError: the model is not found, or a shard cannot be loaded here.
@@ -126,19 +143,29 @@ def split_here(
         torch.set_num_threads(threads)
     files = open_model(model)
     found = []
-    for hop in route:
+    for hop, node_steps in zip(route, told, strict=True):
         layers, dtype = LayerRange.parse(hop["layers"]), str(hop["dtype"])
         computed, _, held = dtype.partition("+")
         quantize = "none" if not held else "auto" if files.blocks else held  # as the hop's node was told, or chose
         folder = files.prepare(layers, dtype=computed, packed=bool(held))
         shard = load_shard(folder, layers, dtype=computed, device="cpu", quantize=quantize)
-        shard.use_kernels()  # as a node does, unless it is told otherwise
+        here = _take(shard, Steps.NATIVE if node_steps is None else node_steps)
         split = profile_steps(shard, position, steps)
         shard.close()
-        found.append(
-            HopSplit(str(layers), dtype, split.step_ms, split.plain_ms, split.products, split.attention, split.rest)
-        )
+        parts = (split.products, split.attention, split.rest)
+        found.append(HopSplit(str(layers), dtype, here, node_steps, split.step_ms, split.unprofiled_ms, *parts))
     return found
+
+
+def _take(shard: TorchModelShard, wanted: Steps) -> Steps:
+    """Have steps be as wanted, if they can be here; tells what they are."""
+    from meshnet_node.step_warm_up import StepWarmUp
+
+    if wanted is Steps.NATIVE:
+        shard.use_kernels()
+    elif wanted is Steps.COMPILED:  # seconds where a node of this machine has kept them, else half a minute
+        StepWarmUp(shard, is_worth=lambda _found: True).run()
+    return Steps.COMPILED if shard.runs_compiled else Steps.NATIVE if shard.runs_native else Steps.PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +179,13 @@ class Profile:
         return {**self.mesh.to_json(), "split": [split.to_json() for split in self.splits]}
 
 
-def profile_of(reports: Sequence[dict[str, Any]], step_of: str | None, threads: int | None) -> Profile:
+def profile_of(
+    reports: Sequence[dict[str, Any]], step_of: str | None, threads: int | None, told: Sequence[Steps | None] = ()
+) -> Profile:
     """The profile of answers with these reports; their layers of MODEL ``step_of`` are profiled here in mid-answer.
+
+    Args:
+        told: what steps are at each hop of the last one's route.
 
     Raises:
         MeshnetError: no report has a profile, or the layers cannot be loaded here.
@@ -163,7 +195,7 @@ def profile_of(reports: Sequence[dict[str, Any]], step_of: str | None, threads: 
         return Profile(mesh)
     last = reports[-1]
     position = int(last.get("prompt_tokens", 0)) + int(last.get("completion_tokens", 0)) // 2
-    return Profile(mesh, tuple(split_here(step_of, last.get("route", ()), position, threads)))
+    return Profile(mesh, tuple(split_here(step_of, last.get("route", ()), position, threads, told)))
 
 
 def show(profile: Profile) -> None:
@@ -192,13 +224,25 @@ def _split_table(splits: Sequence[HopSplit]) -> Table:
         box=box.SIMPLE_HEAD,
         title="what a forward is made of: the same layers in this process, profiled, ms",
         title_justify="left",
-        caption="the parts add up to `profiled`; a step that is not profiled takes `plain`",
+        caption="\n".join(
+            ["the parts add up to `profiled`; a step that is not profiled takes `unprofiled`", *_unlike(splits)]
+        ),
         caption_justify="left",
     )
     table.add_column("layers")
-    for title in ("products", "attention", "rest", "profiled", "plain"):
+    for title in ("products", "attention", "rest", "profiled", "unprofiled"):
         table.add_column(title, justify="right")
     for split in splits:
-        values = (split.products, split.attention, split.rest, split.step_ms, split.plain_ms)
-        table.add_row(f"{split.layers} {split.dtype}", *(f"{value:.3f}" for value in values))
+        values = (split.products, split.attention, split.rest, split.step_ms, split.unprofiled_ms)
+        table.add_row(f"{split.layers} {split.dtype}, {split.steps}", *(f"{value:.3f}" for value in values))
     return table
+
+
+def _unlike(splits: Sequence[HopSplit]) -> list[str]:
+    """Where what ran here is not, or may not be, what the nodes run."""
+    unlike = [split for split in splits if split.node_steps is not split.steps]
+    return [
+        f"layers {split.layers}: {split.steps} steps here, "
+        + ("the node does not tell what its are" if split.node_steps is None else f"{split.node_steps} at the node")
+        for split in unlike
+    ]

@@ -128,8 +128,8 @@ class Generation:
         self._cut: PrefillCut | None = None  # of the newest prefill
         self._tokens = list(request.prompt_ids)  # and the answer
         self._calls = HopCalls(self.session, engine.transport, engine.sleep)
-        self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock)
         self._exact = (request.recovery or engine.recovery) is Replay.EXACT
+        self._report = GenerationReport(self.session, len(request.prompt_ids), engine.clock, exact=self._exact)
         # Frames of several positions are not those whose bits are promised.
         speculate = OFF if self._exact else request.speculate or engine.speculate
         self._speculation = Speculation(speculate, request.stop_ids, engine.drafter())

@@ -17,7 +17,7 @@ MAX_EVENTS = 32
 class GenerationReport:
     """Collects while the generation runs; `to_json` can be asked at any time."""
 
-    def __init__(self, session: str, prompt_tokens: int, clock: Clock) -> None:
+    def __init__(self, session: str, prompt_tokens: int, clock: Clock, *, exact: bool = False) -> None:
         self._session = session
         self._prompt_tokens = prompt_tokens
         self._clock = clock
@@ -31,6 +31,7 @@ class GenerationReport:
         self._last_reply: FrameReply | None = None
         self._waited_s = 0.0
         self._drafted = self._accepted = 0
+        self._exact = exact
 
     def epoch_began(self, route: Route, *, cached: bool) -> None:
         """All hops of a route have room for a new epoch."""
@@ -80,6 +81,8 @@ class GenerationReport:
             ],
             "recoveries": self._events,
         }
+        if self._exact:
+            report["recovery"] = "exact"
         if self._stateless_tokens:
             report["stateless_tokens"] = self._stateless_tokens
         if self._drafted:

@@ -256,7 +256,8 @@ class Mesh:
         try:
             async with self._http.get(f"{node.url}/healthz") as response:
                 told = await response.json()
-            return {**known, "answers": True, **{key: told[key] for key in _TOLD if key in told}}
+            # A node with plain steps says nothing of them.
+            return {**known, "answers": True, "compile": {}, **{key: told[key] for key in _TOLD if key in told}}
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, TypeError):
             # Listed by the tracker until its lease ends, but gone or hung; what it last said is still worth showing.
             return {**known, "answers": False, "sessions": node.sessions, "state_bytes": node.state_bytes}
@@ -283,4 +284,7 @@ def degradations(trackers: Sequence[TrackerHealth], snapshot_age_s: float) -> li
     return said
 
 
-_TOLD = ("boot", "queued", "sessions", "state_bytes", "budget_bytes", "dropped", "misses", "running", "recent")
+_TOLD = (
+    *("boot", "queued", "sessions", "state_bytes", "budget_bytes", "dropped", "misses", "running", "recent"),
+    "compile",
+)

@@ -32,7 +32,7 @@ STEP, ATTENTION = "meshnet step", "meshnet attention"
 # Products that read weights, by torch's names; bmm and matmul are attention's own unless they lie outside of it.
 _PRODUCTS = re.compile(r"\w+::(mm|addmm|_int_mm|\w*linear\w*|\w*pack_mm\w*|\w*grouped_mm\w*)")
 _PRODUCTS_ELSEWHERE = re.compile(r"aten::(bmm|baddbmm|matmul)")
-_ATTENTION_CORE = re.compile(r"aten::\w*(scaled_dot_product|flash_attention)\w*")
+_ATTENTION_CORE = re.compile(r"aten::\w*(scaled_dot_product|flash_attention)\w*|meshnet::step_attention")
 # A layer's own part that mixes positions, whatever its kind.
 _MIXER = re.compile(r"(.*\.)?layers\.\d+\.(?!\w*norm)(\w*attn|\w*attention|mixer|mamba|conv|temporal_block)")
 WARM_UP_STEPS = 3
@@ -45,7 +45,7 @@ class StepSplit:
 
     Attributes:
         step_ms: of a step while it is profiled, which takes longer.
-        plain_ms: of one that is not.
+        unprofiled_ms: of one that is not.
         products: with weights.
         attention: all else within the layers' attention, linear attention's recurrences included.
         rest: norms, activations, additions, reading the frame, and calling all of it from Python.
@@ -53,7 +53,7 @@ class StepSplit:
     """
 
     step_ms: float
-    plain_ms: float
+    unprofiled_ms: float
     products: float
     attention: float
     rest: float
@@ -76,16 +76,16 @@ def profile_steps(shard: TorchModelShard, position: int, steps: int) -> StepSpli
     began = time.perf_counter()
     for _ in range(steps):
         session.step()
-    plain_ms = 1000 * (time.perf_counter() - began) / steps
+    unprofiled_ms = 1000 * (time.perf_counter() - began) / steps
     with _attention_marked(shard), profile(activities=[ProfilerActivity.CPU]) as profiler:
         session.step()  # the profiler's own first one
         for _ in range(steps):
             with record_function(STEP):
                 session.step()
-    return split_of(profiler.events(), plain_ms)
+    return split_of(profiler.events(), unprofiled_ms)
 
 
-def split_of(events: Any, plain_ms: float) -> StepSplit:
+def split_of(events: Any, unprofiled_ms: float) -> StepSplit:
     """The split of what a profiler recorded; steps are what is marked as `STEP`."""
     whole = products = attention = 0.0
     steps = 0
@@ -100,7 +100,7 @@ def split_of(events: Any, plain_ms: float) -> StepSplit:
             attention += event.self_cpu_time_total
     to_ms = 1 / 1000 / max(1, steps)
     whole, products, attention = whole * to_ms, products * to_ms, attention * to_ms
-    return StepSplit(whole, plain_ms, products, attention, whole - products - attention, steps)
+    return StepSplit(whole, unprofiled_ms, products, attention, whole - products - attention, steps)
 
 
 def _kind_of(event: Any) -> str | None:
