@@ -3,65 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from meshnet_core.errors import HopFailedError
-from meshnet_core.layer_range import LayerRange
 from meshnet_node.layer_slicing import LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.native_delta import NativeDelta
 from meshnet_node.ragged_cache import RaggedCache
-from meshnet_node.shard_loader import load_shard
-from meshnet_node.shard_work import ShardWork
+from meshnet_node.shard_work import ShardWork, never
 from native_compiler import needs_compiler
-from tiny_models import VOCAB, num_layers, save_tiny
+from step_logits import FRAMES, assert_near, drawn, run, whole_shard
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_compiler]
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-FRAMES = (20, *[1] * 8, 3, *[1] * 8)  # a chunk, steps, and drafts between them
 LENGTHS, STEPS = (5, 17, 30), 10
 Load = Callable[..., TorchModelShard]
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Load:
-    def load(family: str, dtype: str = "bfloat16", **settings: object) -> TorchModelShard:
-        """The whole model as one shard; its weights are bfloat16's in every dtype."""
-        folder = tmp_path / family
-        if not folder.exists():
-            (file,) = save_tiny(family, folder, **settings).glob("*.safetensors")
-            weights = {name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}
-            save_file(weights, file, metadata={"format": "pt"})
-        return load_shard(folder, LayerRange(0, num_layers(family)), dtype=dtype, device="cpu")
-
-    return load
-
-
-def seldom() -> bool:
-    return False
-
-
-def drawn(count: int, seed: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (1, count), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.inference_mode()
-def run(view: LayerView, *, plain: bool = False) -> torch.Tensor:
-    """Logits ``[positions, vocab]`` of one session in `FRAMES`."""
-    cache, position, logits = view.new_cache(), 0, []
-    ids = drawn(sum(FRAMES), seed=1)
-    for count in FRAMES:
-        frame = ids[:, position : position + count]
-        logits.append(
-            view.forward(frame, position=position, cache=cache, sample=count, cancelled=seldom, plain=plain)[0]
-        )
-        position += count
-    return torch.cat(logits)
+    return partial(whole_shard, tmp_path)
 
 
 @torch.inference_mode()
@@ -70,10 +36,10 @@ def run_together(view: LayerView) -> torch.Tensor:
     caches = [view.new_cache() for _ in LENGTHS]
     logits: list[torch.Tensor] = []
     for seed, (length, cache) in enumerate(zip(LENGTHS, caches, strict=True)):
-        view.forward(drawn(length, seed), position=0, cache=cache, sample=0, cancelled=seldom)
+        view.forward(drawn(length, seed), position=0, cache=cache, sample=0, cancelled=never)
     for step in range(STEPS):
         ids, positions = drawn(len(LENGTHS), 50 + step).reshape(-1, 1), [length + step for length in LENGTHS]
-        found = view.forward_together(ids, positions=positions, caches=caches, sample=True, cancelled=seldom)
+        found = view.forward_together(ids, positions=positions, caches=caches, sample=True, cancelled=never)
         logits += found[:, 0]
     return torch.stack(logits)
 
@@ -88,15 +54,6 @@ def rows_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(NativeDelta, "_step", noting)
     return rows
-
-
-def assert_near(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
-    """Whether ``ours`` is as near to float32's logits as the plain steps' are: in the middle, since rounding may send a
-    position to other experts.
-    """
-    by_rounding = float((plain.float() - exact).abs().median())
-    assert 0.0001 < by_rounding < 0.1
-    assert float((ours.float() - exact).abs().median()) <= 1.5 * by_rounding  # CPUs round apart
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -168,10 +125,10 @@ def test_a_slot_that_records_its_past_is_the_modules_own(shards: Load, monkeypat
     rows.clear()
     view = shard.whole_view()
     cache = view.new_cache()
-    view.forward(drawn(9, 0), position=0, cache=cache, sample=0, cancelled=seldom)
+    view.forward(drawn(9, 0), position=0, cache=cache, sample=0, cancelled=never)
     for layer in cache.layers:
         layer.record_past = True
-    view.forward(drawn(1, 1), position=9, cache=cache, sample=1, cancelled=seldom)
+    view.forward(drawn(1, 1), position=9, cache=cache, sample=1, cancelled=never)
     assert not rows
 
 
@@ -179,7 +136,7 @@ def test_sessions_together_keep_what_is_apart_to_themselves(shards: Load) -> Non
     view = shards("qwen3_5_text").whole_view()
     caches = [view.new_cache() for _ in range(2)]
     for cache in caches:
-        view.forward(drawn(5, 0), position=0, cache=cache, sample=0, cancelled=seldom)
+        view.forward(drawn(5, 0), position=0, cache=cache, sample=0, cancelled=never)
     together = RaggedCache(caches, apart=[0])
     assert together.rows_of(0) == tuple(cache.layers[0] for cache in caches)
     assert together.rows_of(1) == ()
