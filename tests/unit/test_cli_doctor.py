@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
 from typer.testing import CliRunner
 
@@ -19,11 +20,13 @@ from announcements import node, shard, snapshot
 from app_thread import serving_app
 from meshnet_cli import doctor_gather
 from meshnet_cli.doctor_checks import CHECKS, findings
-from meshnet_cli.doctor_facts import Device, Facts, Folder, Library, MeshFiles, ModelFact, Port, TrackerFact
+from meshnet_cli.doctor_facts import Device, Facts, Folder, Kernels, Library, MeshFiles, ModelFact, Port, TrackerFact
 from meshnet_cli.doctor_findings import Level
 from meshnet_cli.main import app
 from meshnet_core import __version__, certificates
 from meshnet_core.mesh_folder import MeshFolder
+from meshnet_node import device_choice, native_here, step_kernels
+from meshnet_node.native_here import KernelsHere
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 WHERE = Path("/mesh")
@@ -33,6 +36,7 @@ WELL = Facts(
     NOW,
     libraries=(Library("torch", "2.13.0", "<2.14,>=2.9", True, True), Library("transformers", "5.24.0", "", True)),
     device=Device("cpu", 8 << 30),
+    kernels=Kernels("/usr/bin/cc"),
     ports=(Port(7400, "meshnet tracker"),),
     folders=(Folder(Path("/cache"), "MESHNET_CACHE", 20 << 30),),
     variables=("MESHNET_CACHE",),
@@ -65,6 +69,16 @@ BROKEN = {
         r"libcuda.*install a torch that fits",
     ),
     "memory is full": (changed(device=Device("cpu", 1 << 20)), Level.WRONG, r"only 1.0 MiB.*hold fewer layers"),
+    "there is no C compiler": (
+        changed(kernels=Kernels(error="there is no C compiler on the path")),
+        Level.NOTE,
+        r"steps on the CPU are slower.*no C compiler on the path.*install a C compiler.*CC",
+    ),
+    "the C compiler fails": (
+        changed(kernels=Kernels("/usr/bin/cc", "cc cannot build them: no math.h")),
+        Level.NOTE,
+        r"cc cannot build them: no math.h -> name another C compiler with CC",
+    ),
     "a port is taken": (
         changed(ports=(Port(7400, "meshnet tracker", "another program"),)),
         Level.NOTE,
@@ -182,6 +196,44 @@ def test_where_all_is_well_each_check_says_so_once() -> None:
     found = findings(WELL)
     assert [one.check for one in found] == [check.name for check in CHECKS]
     assert {one.level for one in found} == {Level.OK}
+
+
+def test_steps_that_cannot_be_native_are_nothing_to_mend() -> None:
+    for kernels, said in (
+        (Kernels("/usr/bin/cc"), "native where the model's layers allow it, built by /usr/bin/cc"),
+        (Kernels(no_use="native steps are for CPUs, not for cuda"), "plain: native steps are for CPUs, not for cuda"),
+        (Kernels(), "not looked at"),
+    ):
+        (found,) = [one for one in findings(changed(kernels=kernels)) if one.check == "steps"]
+        assert (found.level, found.what) == (Level.OK, said)
+
+
+CPU, CACHE = Device("cpu", 8 << 30), Folder(Path("/cache"), "MESHNET_CACHE", 20 << 30)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_kernels_are_built_and_checked_where_they_are_of_use(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: Any = KernelsHere(object()) if compiles else KernelsHere(None, "cc cannot build them")  # type: ignore[arg-type]
+    monkeypatch.setattr(device_choice, "choose_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(step_kernels, "compiler", lambda: ["/usr/bin/my cc", "-O1"])
+    monkeypatch.setattr(native_here, "kernels_here", lambda: built)
+    found = doctor_gather._kernels(CPU, CACHE)
+    assert found == Kernels("'/usr/bin/my cc' -O1", None if compiles else "cc cannot build them")
+
+
+def test_kernels_are_not_built_where_nothing_would_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> KernelsHere:
+        raise AssertionError("nothing is to be built")
+
+    monkeypatch.setattr(native_here, "kernels_here", build)
+    assert doctor_gather._kernels(Device(), CACHE) == Kernels()  # no torch
+    assert doctor_gather._kernels(CPU, replace(CACHE, error="it may not be written to")) == Kernels()
+    assert "not for cuda" in doctor_gather._kernels(Device("cuda:0", 8 << 30), CACHE).no_use
+    monkeypatch.setattr(device_choice, "choose_dtype", lambda *_: torch.float32)
+    assert "quicker in float32" in doctor_gather._kernels(CPU, CACHE).no_use
+    monkeypatch.setattr(device_choice, "choose_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert doctor_gather._kernels(CPU, CACHE) == Kernels(error="CC names no-such-compiler, which is not on the path")
 
 
 def examined(*arguments: str) -> tuple[int, str]:

@@ -30,6 +30,21 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """What a node here would run native decode steps with; nothing of it where that was not looked at.
+
+    Attributes:
+        compiler: the command that builds them; empty where there is none.
+        error: why there are none; None where they are built and pass their check.
+        no_use: why steps on this device take none, so that they were not built.
+    """
+
+    compiler: str = ""
+    error: str | None = None
+    no_use: str = ""
+
+
+@dataclass(frozen=True)
 class Port:
     """A port that a command takes unless told otherwise; ``held_by`` is None where it is free."""
 
@@ -115,6 +130,7 @@ class Facts:
     now: datetime
     libraries: tuple[Library, ...] = ()
     device: Device = field(default_factory=Device)
+    kernels: Kernels = field(default_factory=Kernels)
     ports: tuple[Port, ...] = ()
     folders: tuple[Folder, ...] = ()
     variables: tuple[str, ...] = ()

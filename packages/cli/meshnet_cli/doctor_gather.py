@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import shutil
 import socket
 import ssl
@@ -18,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from meshnet_cli import find_trackers, options
-from meshnet_cli.doctor_facts import Device, Facts, Folder, Library, MeshFiles, ModelFact, Port, TrackerFact
+from meshnet_cli.doctor_facts import Device, Facts, Folder, Kernels, Library, MeshFiles, ModelFact, Port, TrackerFact
 from meshnet_core import __version__, certificates
 from meshnet_core.connection_words import connection_words
 from meshnet_core.errors import MeshnetError
@@ -66,13 +67,15 @@ async def gather(
         snapshot = await _snapshot([one.url for one in found if one.error is None], tls)
         unreached = await _unreached(http, snapshot)
         held = await asyncio.gather(*(_port(http, number, command) for number, command in ports))
+    on, cache = _device(device), _cache_folder()
     return Facts(
         version=__version__,
         now=datetime.now(UTC),
         libraries=_libraries(),
-        device=_device(device),
+        device=on,
+        kernels=_kernels(on, cache),
         ports=tuple(held),
-        folders=(_cache_folder(),),
+        folders=(cache,),
         variables=tuple(sorted(name for name in os.environ if name.startswith("MESHNET_"))),
         known_variables=tuple(known_variables),
         settings_error=settings_error,
@@ -124,6 +127,30 @@ def _device(wanted: str) -> Device:
         return Device(error=error.message)
     except RuntimeError as error:  # the driver's
         return Device(error=f"device {wanted} cannot be used: {error}")
+
+
+def _kernels(device: Device, cache: Folder) -> Kernels:
+    """Built and checked, in a second or two, unless a node has done so; what is wrong with device or folder is told of
+    them."""
+    if not device.name or cache.error is not None:
+        return Kernels()
+    import torch
+
+    from meshnet_node.device_choice import choose_dtype, dtype_name
+    from meshnet_node.native_here import kernels_here
+    from meshnet_node.step_kernels import compiler
+
+    on = torch.device(device.name)
+    if on.type != "cpu":
+        return Kernels(no_use=f"native steps are for CPUs, not for {on.type}")
+    if (dtype := choose_dtype("auto", on, torch.bfloat16)) is not torch.bfloat16:
+        return Kernels(no_use=f"native steps are in bfloat16, and this CPU is quicker in {dtype_name(dtype)}")
+    try:
+        command = shlex.join(compiler())
+    except MeshnetError as error:
+        return Kernels(error=error.message)
+    found = kernels_here()
+    return Kernels(command, None if found.kernels is not None else found.reason)
 
 
 async def _port(http: aiohttp.ClientSession, number: int, command: str) -> Port:

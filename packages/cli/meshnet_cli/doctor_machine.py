@@ -52,6 +52,29 @@ def _device_fine(facts: Facts) -> str:
     return f"{device.name}, {megabytes(device.free_bytes)} free" if device.name else "not looked at"
 
 
+def _steps(facts: Facts) -> Objections:
+    kernels = facts.kernels
+    if kernels.error is not None:
+        yield (
+            Level.NOTE,
+            f"decode steps on the CPU are slower than they could be: {kernels.error}",
+            "name another C compiler with CC"
+            if kernels.compiler
+            else "install a C compiler, gcc or clang, or name yours with CC",
+        )
+
+
+def _steps_fine(facts: Facts) -> str:
+    kernels = facts.kernels
+    if kernels.no_use:
+        return f"plain: {kernels.no_use}"
+    return (
+        f"native where the model's layers allow it, built by {kernels.compiler}"
+        if kernels.compiler
+        else "not looked at"
+    )
+
+
 def _ports(facts: Facts) -> Objections:
     for port in facts.ports:
         if port.held_by is not None:
@@ -142,6 +165,7 @@ def _identity_fine(facts: Facts) -> str:
 CHECKS = (
     Check("libraries", _libraries, _libraries_fine),
     Check("device", _device, _device_fine),
+    Check("steps", _steps, _steps_fine),
     Check("ports", _ports, _ports_fine),
     Check("disk", _disk, _disk_fine),
     Check("settings", _settings, _settings_fine),
