@@ -1,4 +1,4 @@
-"""Decode steps native and plain, in turns in one process: SmolLM2 in two shards, in bfloat16 and packed.
+"""Decode steps native and plain, in turns in one process: a model in two shards, in bfloat16 and packed.
 
     python -m benchmarks.native_step [--weights bfloat16,packed] [--threads 1,2] [--sessions 1,4,8] [--repeats 6] ...
 
@@ -81,26 +81,30 @@ def order_of(repeat: int) -> tuple[str, ...]:
 
 
 class Shards:
-    """The shards of a whole model in a row, and the sessions on them.
+    """The shards of a whole model in a row, and the sessions on them. Steps are plain at first.
 
     Args:
-        shards: in order.
+        shards: in order, without kernels of their own.
+        kernels: for native steps.
     """
 
-    def __init__(self, shards: Sequence[TorchModelShard]) -> None:
-        self._shards = shards
-        self._native = [shard.whole_view().native for shard in shards]
+    def __init__(self, shards: Sequence[TorchModelShard], kernels: StepKernels) -> None:
+        self._shards, self._kernels = shards, kernels
         self._states: list[list[SessionState]] = []
         self._position = 0
 
     @property
     def are_native(self) -> bool:
-        return None not in self._native
+        """Whether all take native steps now."""
+        return all(shard.runs_native for shard in self._shards)
 
     def take(self, way: str) -> None:
         """Have steps be of this way from now on."""
-        for shard, native in zip(self._shards, self._native, strict=True):
-            shard.whole_view().native = native if way == "native" else None
+        for view in (shard.whole_view() for shard in self._shards):
+            if way == "plain":
+                view.drop_kernels()
+            else:
+                view.use_kernels(self._kernels)
 
     def open(self, sessions: int, positions: int) -> None:
         """Let go of all sessions, and fill so many new ones."""
@@ -159,7 +163,7 @@ def compare(
 
 
 def load(prepared: PreparedModel, splits: Sequence[str], weights: str, kernels: StepKernels) -> Shards:
-    """The shards of these layers, with kernels."""
+    """The shards of these layers."""
     from meshnet_core.layer_range import LayerRange  # noqa: PLC0415 - as above
     from meshnet_node.model_files import open_model  # noqa: PLC0415
     from meshnet_node.shard_loader import load_shard  # noqa: PLC0415
@@ -169,10 +173,8 @@ def load(prepared: PreparedModel, splits: Sequence[str], weights: str, kernels: 
         folder, quantize = Path(prepared.folder), "none"
         if weights == "packed":
             folder, quantize = open_model(prepared.model).prepare(layers, dtype=DTYPE, packed=True), "auto"
-        shard = load_shard(folder, layers, dtype=DTYPE, device="cpu", quantize=quantize)
-        shard.use_kernels(lambda: kernels)
-        shards.append(shard)
-    return Shards(shards)
+        shards.append(load_shard(folder, layers, dtype=DTYPE, device="cpu", quantize=quantize))
+    return Shards(shards, kernels)
 
 
 def measure(kernels: StepKernels, arguments: argparse.Namespace, console: Console) -> list[Compared]:
@@ -190,6 +192,7 @@ def measure(kernels: StepKernels, arguments: argparse.Namespace, console: Consol
     found = []
     for weights in arguments.weights:
         shards = load(prepared, model.splits, weights, kernels)
+        shards.take("native")
         if not shards.are_native:
             raise SystemExit(f"layers of {model.key} cannot be run by kernels, its steps are plain; choose another one")
         for threads in arguments.threads:

@@ -13,7 +13,7 @@ from meshnet_node.native_here import kernels_here
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.step_kernels import logger
 from native_compiler import needs_compiler
-from tiny_models import save_tiny
+from tiny_models import num_layers, save_tiny
 
 
 def test_without_options_all_is_compared_as_documented() -> None:
@@ -74,23 +74,22 @@ def test_a_repeats_figure_is_the_median_of_its_steps() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("sessions", [1, 2])
-def test_both_ways_go_through_both_shards(sessions: int, tmp_path: Path) -> None:
-    folder = save_tiny("llama", tmp_path)
+@pytest.mark.parametrize(("family", "sessions"), [("llama", 1), ("llama", 2), ("qwen3_next", 2)])
+def test_both_ways_go_through_both_shards(family: str, sessions: int, tmp_path: Path) -> None:
+    folder = save_tiny(family, tmp_path)
     held = [
         load_shard(folder, LayerRange.parse(layers), dtype="bfloat16", device="cpu", quantize="none")
-        for layers in ("0-1", "2-3")
+        for layers in ("0-1", f"2-{num_layers(family) - 1}")
     ]
-    assert not Shards(held).are_native
-    for shard in held:
-        shard.use_kernels()
-    shards = Shards(held)
-    assert shards.are_native
-    for way in WAYS:
+    kernels = kernels_here().kernels
+    assert kernels is not None
+    shards = Shards(held, kernels)
+    for way in (*WAYS, *WAYS):
         shards.open(sessions, positions=5)
         shards.take(way)
         shards.step()
         assert [shard.runs_native for shard in held] == [way == "native"] * 2
+        assert shards.are_native == (way == "native")
         assert [[state.position for state in states] for states in shards._states] == [[6, 6]] * sessions
     shards.close()
 
