@@ -6,7 +6,16 @@ import torch
 from torch.nn import functional
 
 from meshnet_core.errors import UnsupportedModelError
-from meshnet_node.kernel_library import MOST_HEADS, AttentionShape, DeltaShape, StepKernels
+from meshnet_node.column_layout import in_columns
+from meshnet_node.kernel_library import (
+    COLUMN,
+    MOST_HEADS,
+    MOST_SHARING,
+    AttentionShape,
+    DeltaShape,
+    MixtureShape,
+    StepKernels,
+)
 
 
 def check(kernels: StepKernels) -> None:
@@ -32,6 +41,7 @@ def check(kernels: StepKernels) -> None:
         _check_attention(kernels, draw, AttentionShape(None, heads, key_heads, width, turns, width**-0.5, eps))
     for heads, key_heads, width, key_width in ((4, 2, 64, 32), (2, 2, 128, 16), (3, 1, 24, 40)):
         _check_delta(kernels, draw, DeltaShape(None, None, None, None, heads, key_heads, width, key_width, 4, eps))
+    _check_experts(kernels, draw)
     _check_take(kernels, draw)
 
 
@@ -94,6 +104,29 @@ def _check_delta(kernels: StepKernels, draw: torch.Generator, shape: DeltaShape)
         _same("convolution", columns[row], seen[row])
         _same("state", states[row], state)
         _same("answer of a state", out[row], wanted)
+
+
+def _check_experts(kernels: StepKernels, draw: torch.Generator) -> None:
+    """Of one expert more than is there, and one that more rows choose than are taken at once."""
+    rows, count, chosen, hidden, inner = 6, 3, 2, 2 * COLUMN, COLUMN
+    gate_up = [_drawn(draw, 2 * inner, hidden) / 8 for _ in range(count)]
+    down = [_drawn(draw, hidden, inner) / 8 for _ in range(count)]
+    laid = [[in_columns(matrix) for matrix in stack] for stack in (gate_up, down)]
+    addresses = [torch.tensor([matrix.data_ptr() for matrix in stack]) for stack in laid]
+    x, weights = _drawn(draw, rows, hidden), _drawn(draw, rows, chosen)
+    experts = torch.tensor([[0, 1], [1, 2], [1, 0], [1, count], [2, 1], [1, 0]])
+    shape = MixtureShape(addresses[0].data_ptr(), addresses[1].data_ptr(), count, chosen, hidden, inner, 1)
+    room = torch.empty(MOST_SHARING, 2 * inner + hidden, dtype=torch.bfloat16)
+    made, out = torch.empty(rows, chosen, hidden), torch.empty_like(x)
+    given = (x, experts, weights.float(), room, made, out)
+    kernels.experts(shape, rows, *(tensor.data_ptr() for tensor in given))
+    wanted = torch.zeros(rows, hidden)
+    for row, place in ((row, place) for row in range(rows) for place in range(chosen)):
+        if (expert := int(experts[row, place])) < count:
+            both = functional.linear(x[row], gate_up[expert])
+            made = functional.linear(functional.silu(both[:inner]) * both[inner:], down[expert])
+            wanted[row] += (made * weights[row, place]).float()
+    _same("sum of experts", out, wanted.bfloat16())
 
 
 def _check_take(kernels: StepKernels, draw: torch.Generator) -> None:

@@ -12,6 +12,10 @@ from typing import Any
 
 MOST_HEADS, MOST_WIDTH = 4, 512
 """Heads that attend together, and the widest that can: as the source has them."""
+MOST_SHARING = 4
+"""Rows that a matrix is read for at once."""
+COLUMN = 64
+"""Outputs whose weights lie together in a matrix in columns."""
 
 
 class AttentionShape(ctypes.Structure):
@@ -42,6 +46,20 @@ class DeltaShape(ctypes.Structure):
     )
 
 
+class MixtureShape(ctypes.Structure):
+    """What a layer's experts are to :meth:`StepKernels.experts`; held by whoever passes its address.
+
+    ``gate_up``, ``down``: addresses of int64 ``[experts]``, the addresses of each one's matrices, bfloat16
+    ``[2 * inner, hidden]`` and ``[hidden, inner]`` in columns (:mod:`meshnet_node.column_layout`); ``chosen``: experts
+    of a row; ``rounds``: whether what was weighted is rounded to bfloat16, as it is where the weights are.
+    """
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("gate_up", "down")),
+        *((name, c_int) for name in ("experts", "chosen", "hidden", "inner", "rounds")),
+    )
+
+
 class StepKernels:
     """The functions of one library. Arguments are addresses of dense bfloat16 tensors, unless it says otherwise.
 
@@ -67,6 +85,10 @@ class StepKernels:
             float32 ``[heads, key_width, width]``, both renewed where they are. ``mixed`` ``[rows, channels]``, ``gate``
             and ``out`` ``[rows, heads, width]``, ``beta`` and ``step`` ``[rows, heads]``; ``room``: for ``channels``
             float32. Other threads may run meanwhile.
+        experts: ``(shape, rows, x, chosen, weights, room, made, out)``: each row's experts, weighted and added up.
+            ``x`` and ``out`` ``[rows, hidden]``; ``chosen`` int64 and ``weights`` float32 ``[rows, k]``; an expert
+            behind the last one gives nothing. ``room``: for ``MOST_SHARING * (2 * inner + hidden)`` values, ``made``:
+            float32 ``[rows, k, hidden]``. Other threads may run meanwhile.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,6 +104,7 @@ class StepKernels:
         unlocked: Any = ctypes.CDLL(str(path))
         self.attend_long = _bound(unlocked.meshnet_attend, *attended)
         self.delta = _bound(unlocked.meshnet_delta, POINTER(DeltaShape), n, p, p, p, p, p, p, p)
+        self.experts = _bound(unlocked.meshnet_experts, POINTER(MixtureShape), n, p, p, p, p, p, p)
 
 
 def _bound(function: Any, *arguments: Any) -> Any:

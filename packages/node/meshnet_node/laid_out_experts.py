@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshnet_node.column_layout import lies_in_columns
 from meshnet_node.packed_experts import EXPERT_WEIGHTS, is_packable
 from meshnet_node.packed_linear import is_worth_it, laid_out
 
@@ -23,15 +24,21 @@ class LaidOutExperts(nn.Module):
     Args:
         experts: transformers' module, of the plain form (:func:`~meshnet_node.packed_experts.is_packable`), on a CPU
             and without gradients; its two parameters are taken away.
+
+    Attributes:
+        gate_up, down: each expert's matrices, in the library's layout.
+        in_columns: whether that is :mod:`meshnet_node.column_layout`'s.
     """
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
         self.count, self.hidden = experts.gate_up_proj.shape[0], experts.gate_up_proj.shape[-1]
         stacks = [nn.ParameterList(), nn.ParameterList()]
+        self.in_columns = True
         for name, laid in zip(EXPERT_WEIGHTS, stacks, strict=True):
             stack = experts._parameters.pop(name).detach()
             laid.extend(nn.Parameter(laid_out(expert), requires_grad=False) for expert in stack)
+            self.in_columns = self.in_columns and lies_in_columns(laid[0], stack[0])
         self.plain = experts
         self.gate_up, self.down = stacks
 

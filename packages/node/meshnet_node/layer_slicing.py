@@ -29,7 +29,7 @@ from meshnet_node.cpu_attention import STEP_ATTENTION, use_cpu_attention
 from meshnet_node.family_support import Family
 from meshnet_node.growing_cache import let_grow
 from meshnet_node.kernel_library import StepKernels
-from meshnet_node.native_delta import NativeDelta, native_deltas
+from meshnet_node.native_parts import NativeParts, may_have_parts
 from meshnet_node.native_step import MOST_ROWS, NativeStep, native_step
 from meshnet_node.quick_layer import QuickLayer, are_quick, attention_of
 from meshnet_node.ragged_attention import ragged_name
@@ -100,7 +100,7 @@ class LayerView:
         step: taken by frames of one position on a filled cache; None for the plain way.
         native: likewise, where :attr:`step` does not, by frames of a few positions, and by steps of several sessions
             together.
-        deltas: gated delta rules whose steps are native, where the layers themselves are not.
+        parts: of the layers that are native by themselves, whether or not :attr:`native` runs them.
         is_last: whether it projects to logits.
     """
 
@@ -109,7 +109,7 @@ class LayerView:
         self.is_last = held.stop == shard.config.num_hidden_layers
         self.step: StepTree | None = None
         self.native: NativeStep | None = None
-        self.deltas: list[NativeDelta] = []
+        self.parts: NativeParts | None = None
         self.model = _copy_sharing_parameters(shard)
         self.config: PreTrainedConfig = self.model.config
         self._cancelled: Callable[[], bool] | None = None
@@ -155,36 +155,35 @@ class LayerView:
     @property
     def may_run_native(self) -> bool:
         """Whether :meth:`use_kernels` may do something."""
-        if not self._step_needs_no_mask:
-            return False
-        if self._is_quick:
-            return bool(self.config._attn_implementation == STEP_ATTENTION)
-        return any(NativeDelta.can_run(getattr(layer, "linear_attn", None)) for layer in self._layers)
+        return self._may_be_native or may_have_parts(self._layers)
+
+    @property
+    def _may_be_native(self) -> bool:
+        return self._is_quick and self._step_needs_no_mask and self.config._attn_implementation == STEP_ATTENTION
 
     @property
     def runs_native(self) -> bool:
         """Whether anything of its steps is native."""
-        return self.native is not None or bool(self.deltas)
+        return self.native is not None or self.parts is not None
 
     def takes_native(self, position: int, seq_len: int) -> bool:
-        """Whether a frame on state is for :attr:`native`, or has native rules, where nothing else takes it."""
-        return self.runs_native and position > 0 and seq_len <= (MOST_ROWS if self.native is not None else 1)
+        """Whether a frame on state is for :attr:`native`, or may have native parts, where nothing else takes it."""
+        return self.runs_native and position > 0 and seq_len <= MOST_ROWS
 
     def use_kernels(self, kernels: StepKernels) -> None:
         """Take steps through ``kernels`` from now on, or parts of them, where layers can be run so."""
-        if not self.may_run_native:
-            return
-        if self._is_quick:
+        self.drop_kernels()
+        if self._may_be_native:
             self.native = native_step(self._base, self._layers, self.new_cache(), kernels)
-        elif not self.deltas:
-            self.deltas = native_deltas(self._layers, kernels)
+        if may_have_parts(self._layers):
+            self.parts = NativeParts(self._layers, kernels)
 
     def drop_kernels(self) -> None:
         """Take steps plainly again."""
         self.native = None
-        for delta in self.deltas:
-            delta.leave()
-        self.deltas = []
+        if self.parts is not None:
+            self.parts.leave()
+        self.parts = None
 
     def forward(
         self,
@@ -204,7 +203,7 @@ class LayerView:
             cache: what :meth:`new_cache` gave, filled with exactly ``position`` positions; None for the stateless path.
             sample: trailing positions to project to logits; 0 for none.
             cancelled: looked at before each layer.
-            plain: leave :attr:`step`, :attr:`native` and :attr:`deltas` aside.
+            plain: leave :attr:`step`, :attr:`native` and :attr:`parts` aside.
 
         Returns:
             Hidden states ``[1, seq_len, hidden]`` if ``sample`` is 0, else logits ``[1, sample, vocab]``.
@@ -227,6 +226,8 @@ class LayerView:
             ]
             return torch.cat(steps[-sample:], dim=1)  # all of them where sample is 0
         step = None
+        if self.parts is not None:
+            self.parts.turn(on=not plain and self.takes_native(position, seq_len))
         if cache is not None and not plain and position > 0:
             if seq_len == 1 and self.step is not None and self.step.takes(cache):
                 step = self.step
@@ -236,8 +237,6 @@ class LayerView:
                 found = self._run_native(native, rows, at, [cache] * seq_len, sample, cancelled)
                 return found.transpose(0, 1)
         positions = torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0)
-        for delta in self.deltas:
-            delta.is_on = not plain
         return self._run(inputs, positions, self._masks(seq_len), cache, sample, cancelled, step)
 
     def forward_together(
@@ -264,13 +263,13 @@ class LayerView:
         Raises:
             ForwardCancelledError: some layers of ``caches`` may have advanced, as after any other exception.
         """
+        if self.parts is not None:
+            self.parts.turn(on=True)
         if (native := self.native) is not None:
             rows = len(positions) if sample else 0
             return self._run_native(native, inputs, positions, caches, rows, cancelled)
         at = torch.tensor(positions, device=inputs.device).unsqueeze(1)
-        for delta in self.deltas:
-            delta.is_on = True
-        cache = RaggedCache(caches, [delta.index for delta in self.deltas])
+        cache = RaggedCache(caches, self.parts.apart if self.parts is not None else ())
         own = self.config._attn_implementation
         self.config._attn_implementation = self._ragged
         try:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -125,9 +124,3 @@ class NativeDelta:
         )
         mixed = torch.cat([each.flatten(2) for each in (query, key, value)], dim=-1)
         return mixed, gate, share, step
-
-
-def native_deltas(layers: Sequence[nn.Module], kernels: StepKernels) -> list[NativeDelta]:
-    """One for each of ``layers`` that has such a module of a form that the kernel has."""
-    modules = (getattr(layer, "linear_attn", None) for layer in layers)
-    return [NativeDelta(module, kernels) for module in modules if module is not None and NativeDelta.can_run(module)]

@@ -15,6 +15,7 @@ from meshnet_core.model_facts import ModelFacts
 from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
 from meshnet_node.family_support import check_split, config_of, cuts_of, family_of
 from meshnet_node.layer_slicing import base_of, prune
+from meshnet_node.native_parts import may_have_parts_once_loaded
 from meshnet_node.shard_loader import ShardPlan, empty_model
 from meshnet_node.weight_choice import keeps_packed
 
@@ -62,7 +63,7 @@ class PlaceableModel:
         self._config = config
         self._family = family_of(config)
         self._empty = empty_model(config, chosen)
-        takes_part = self._family.quick or any(hasattr(layer, "linear_attn") for layer in base_of(self._empty).layers)
+        takes_part = self._family.quick or may_have_parts_once_loaded(base_of(self._empty).layers)
         self.may_run_native = takes_part and self.device.type == "cpu" and chosen is torch.bfloat16
 
     def facts(self, room_positions: int = ROOM_POSITIONS) -> ModelFacts:

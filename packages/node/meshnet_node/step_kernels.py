@@ -2,7 +2,8 @@
 
 A step's norms, rotations, attention and gates are some forty operations of torch a layer, each a few thousand values:
 most of their time is the way to them, through code that the weights have driven out of the caches. ``step_kernels.c``
-has them as seven functions. Built in some seconds, once for a processor and a compiler, and kept in the cache folder.
+has them as functions, and experts' products of few rows. Built in some seconds, once for a processor and a compiler,
+and kept in the cache folder.
 Where there is no compiler, or what it made does not give what torch gives, there are none, and a step runs as before.
 Knows no tensors and no modules.
 """
