@@ -280,7 +280,7 @@ def main() -> int:
     """Measure, write a table to standard error, and keep the result; returns the exit code."""
     arguments = parse()
     console = environment.begin()
-    from meshnet_node.native_here import kernels_here  # noqa: PLC0415 - once the environment is cleared
+    from meshnet_node.step_kernels import kernels_here  # noqa: PLC0415 - once the environment is cleared
 
     here = kernels_here()
     if here.kernels is None:

@@ -8,10 +8,8 @@ import pytest
 from benchmarks.native_step import WAYS, Case, Compared, Shards, compare, document, order_of, parse
 
 from meshnet_core.layer_range import LayerRange
-from meshnet_node.kernel_library import StepKernels
-from meshnet_node.native_here import kernels_here
 from meshnet_node.shard_loader import load_shard
-from meshnet_node.step_kernels import logger
+from meshnet_node.step_kernels import kernels_here
 from native_compiler import needs_compiler
 from tiny_models import num_layers, save_tiny
 
@@ -92,14 +90,3 @@ def test_both_ways_go_through_both_shards(family: str, sessions: int, tmp_path: 
         assert shards.are_native == (way == "native")
         assert [[state.position for state in states] for states in shards._states] == [[6, 6]] * sessions
     shards.close()
-
-
-def test_the_reason_why_there_are_no_kernels_is_told() -> None:
-    def none() -> StepKernels | None:
-        logger.info("small operations of decode steps are torch's: %s", "there is no C compiler")
-        return None
-
-    level = logger.level
-    assert kernels_here(none).reason == "there is no C compiler"
-    assert kernels_here(lambda: None).reason == "the log said why"
-    assert logger.level == level

@@ -25,8 +25,8 @@ from meshnet_cli.doctor_findings import Level
 from meshnet_cli.main import app
 from meshnet_core import __version__, certificates
 from meshnet_core.mesh_folder import MeshFolder
-from meshnet_node import device_choice, native_here, step_kernels
-from meshnet_node.native_here import KernelsHere
+from meshnet_node import device_choice, step_kernels
+from meshnet_node.step_kernels import KernelsHere
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 WHERE = Path("/mesh")
@@ -216,7 +216,7 @@ def test_kernels_are_built_and_checked_where_they_are_of_use(compiles: bool, mon
     built: Any = KernelsHere(object()) if compiles else KernelsHere(None, "cc cannot build them")  # type: ignore[arg-type]
     monkeypatch.setattr(device_choice, "choose_dtype", lambda *_: torch.bfloat16)
     monkeypatch.setattr(step_kernels, "compiler", lambda: ["/usr/bin/my cc", "-O1"])
-    monkeypatch.setattr(native_here, "kernels_here", lambda: built)
+    monkeypatch.setattr(step_kernels, "kernels_here", lambda: built)
     found = doctor_gather._kernels(CPU, CACHE)
     assert found == Kernels("'/usr/bin/my cc' -O1", None if compiles else "cc cannot build them")
 
@@ -225,7 +225,7 @@ def test_kernels_are_not_built_where_nothing_would_use_them(monkeypatch: pytest.
     def build() -> KernelsHere:
         raise AssertionError("nothing is to be built")
 
-    monkeypatch.setattr(native_here, "kernels_here", build)
+    monkeypatch.setattr(step_kernels, "kernels_here", build)
     assert doctor_gather._kernels(Device(), CACHE) == Kernels()  # no torch
     assert doctor_gather._kernels(CPU, replace(CACHE, error="it may not be written to")) == Kernels()
     assert "not for cuda" in doctor_gather._kernels(Device("cuda:0", 8 << 30), CACHE).no_use

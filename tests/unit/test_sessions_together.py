@@ -7,7 +7,7 @@ that differs hides nothing, and logits are compared. What must not happen is sho
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,8 @@ def test_rows_that_change_places_are_seen(
     states = [prefilled(route, at) for at in range(2)]
     made = RaggedCache.__init__
 
-    def swapped(self: RaggedCache, caches: Sequence[Any]) -> None:
-        made(self, caches[::-1])
+    def swapped(self: RaggedCache, caches: Sequence[Any], apart: Collection[int]) -> None:
+        made(self, caches[::-1], apart)
 
     monkeypatch.setattr(RaggedCache, "__init__", swapped)
     rows = run(route, [step(at, 0, states[at][0]) for at in range(2)], states)

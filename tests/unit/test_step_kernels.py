@@ -16,7 +16,7 @@ from meshnet_core.errors import UnsupportedModelError
 from meshnet_node import step_kernels as module
 from meshnet_node.kernel_check import check
 from meshnet_node.kernel_library import MOST_HEADS, AttentionShape, DeltaShape, StepKernels
-from meshnet_node.step_kernels import compiler, step_kernels
+from meshnet_node.step_kernels import compiler, kernels_here, step_kernels
 from native_compiler import needs_compiler
 
 BFLOAT16 = torch.bfloat16
@@ -213,7 +213,7 @@ def test_what_was_built_is_kept_for_a_compiler_and_a_processor(tmp_path: Path, m
         with pytest.raises(pytest.fail.Exception, match="built again"):
             module._built()
     path.write_bytes(b"damaged")
-    assert step_kernels.__wrapped__() is not None
+    assert kernels_here.__wrapped__().kernels is not None
     assert path.stat().st_size > len(b"damaged")
 
 
@@ -224,15 +224,17 @@ def test_without_a_compiler_there_are_none(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     with caplog.at_level(logging.INFO):
-        assert step_kernels.__wrapped__() is None
-    assert "there is no C compiler on the path" in caplog.text
+        here = kernels_here.__wrapped__()
+    assert here.kernels is None
+    assert "there is no C compiler on the path" in here.reason
+    assert here.reason in caplog.text
     monkeypatch.setenv("CC", "nonsense -O9")
     with caplog.at_level(logging.INFO):
-        assert step_kernels.__wrapped__() is None
+        assert kernels_here.__wrapped__().kernels is None
     assert "CC names nonsense, which is not on the path" in caplog.text
     monkeypatch.setenv("CC", "gcc 'half a word")
     with caplog.at_level(logging.INFO):
-        assert step_kernels.__wrapped__() is None
+        assert kernels_here.__wrapped__().kernels is None
     assert "CC is no command" in caplog.text
 
 
@@ -258,7 +260,7 @@ def test_a_compiler_that_fails_is_quoted(
     monkeypatch.setenv("MESHNET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CC", shlex.quote(str(broken)))
     with caplog.at_level(logging.INFO):
-        assert step_kernels.__wrapped__() is None
+        assert kernels_here.__wrapped__().kernels is None
     assert f"{broken} {said}" in caplog.text
     assert not list((tmp_path / "cache" / "kernels").iterdir())
 
@@ -272,7 +274,7 @@ def test_a_library_of_something_else_is_not_used(
     monkeypatch.setenv("MESHNET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "SOURCE", other)
     with caplog.at_level(logging.INFO):
-        assert step_kernels.__wrapped__() is None
+        assert kernels_here.__wrapped__().kernels is None
     assert "small operations of decode steps are torch's" in caplog.text
 
 
@@ -321,4 +323,4 @@ def test_code_that_computes_something_else_is_not_used(
     kernels = StepKernels(module._built()[0])
     with pytest.raises(UnsupportedModelError, match=said):
         check(kernels)
-    assert step_kernels.__wrapped__() is None
+    assert kernels_here.__wrapped__().kernels is None

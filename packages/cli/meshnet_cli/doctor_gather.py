@@ -137,8 +137,7 @@ def _kernels(device: Device, cache: Folder) -> Kernels:
     import torch
 
     from meshnet_node.device_choice import choose_dtype, dtype_name
-    from meshnet_node.native_here import kernels_here
-    from meshnet_node.step_kernels import compiler
+    from meshnet_node.step_kernels import compiler, kernels_here
 
     on = torch.device(device.name)
     if on.type != "cpu":

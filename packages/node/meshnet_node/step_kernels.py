@@ -3,9 +3,8 @@
 A step's norms, rotations, attention and gates are some forty operations of torch a layer, each a few thousand values:
 most of their time is the way to them, through code that the weights have driven out of the caches. ``step_kernels.c``
 has them as functions, and experts' products of few rows. Built in some seconds, once for a processor and a compiler,
-and kept in the cache folder.
-Where there is no compiler, or what it made does not give what torch gives, there are none, and a step runs as before.
-Knows no tensors and no modules.
+and kept in the cache folder. Where there is no compiler, or what it made does not give what torch gives, there are
+none, and a step runs as before. Knows no tensors and no modules.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -39,21 +39,34 @@ _COMPILERS = ("cc", "gcc", "clang")
 _BUILD_TIMEOUT_S = 60
 
 
-@cache
+@dataclass(frozen=True, slots=True)
+class KernelsHere:
+    """This machine's kernels, or the reason why there are none."""
+
+    kernels: StepKernels | None
+    reason: str = ""
+
+
 def step_kernels() -> StepKernels | None:
-    """This machine's, built where they are not yet; None where they cannot be had, which is said once in the log."""
+    """This machine's; see :func:`kernels_here`."""
+    return kernels_here().kernels
+
+
+@cache
+def kernels_here() -> KernelsHere:
+    """Build and check them where they are not yet; where they cannot be had, the log says so once."""
     try:
         path, is_new = _built()
         try:
-            return _checked(path)
+            return KernelsHere(_checked(path))
         except Exception:
             if is_new:
                 raise
         path.unlink(missing_ok=True)  # damaged, or of another system that shares the folder
-        return _checked(_built()[0])
+        return KernelsHere(_checked(_built()[0]))
     except Exception as error:  # noqa: BLE001 - whatever is odd about a compiler, a node serves without it
         logger.info("small operations of decode steps are torch's: %s", error)
-        return None
+        return KernelsHere(None, str(error))
 
 
 def _checked(path: Path) -> StepKernels:
