@@ -109,7 +109,7 @@ def steps_of(repeats: int, peers: Sequence[str]) -> list[Step]:
         Step(
             "sessions-hybrid",
             "benchmarks.concurrency",
-            ("--model", HYBRID, "--dtype", "bfloat16", "--new-tokens", "32", "--prefill", "500", *many),
+            ("--model", HYBRID, "--dtype", "bfloat16", "--prefill", "500", *many),
             {"": "6"},
             hybrid=True,
         ),
