@@ -70,7 +70,8 @@ def test_the_logits_are_those_of_the_layers(
     rows.clear()
     assert_near(of(view), plain, of(shards(family, "float32").whole_view()))
     linear = view.config.layer_types.count("linear_attention")
-    assert rows == ([1] * FRAMES.count(1) if of is run else [len(LENGTHS)] * STEPS) * linear
+    frames = FRAMES if of is run else (*LENGTHS, *[len(LENGTHS)] * STEPS)
+    assert rows == [count for count in frames for _ in range(linear)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,6 +92,16 @@ def test_other_widths_are_taken_in_columns(shards: Load, monkeypatch: pytest.Mon
     rows.clear()
     assert_near(run(shard.whole_view()), plain, run(shards("qwen3_5_text", "float32").whole_view()))
     assert rows
+
+
+def test_with_more_threads_several_positions_are_the_modules_own(shards: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, rows = shards("qwen3_5_text"), rows_seen(monkeypatch)
+    shard.use_kernels()
+    plain = run(shard.whole_view(), plain=True)
+    rows.clear()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert_near(run(shard.whole_view()), plain, run(shards("qwen3_5_text", "float32").whole_view()))
+    assert set(rows) == {1}
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3_next", "float32"), ("lfm2", "bfloat16"), ("mamba2", "bfloat16")])
@@ -122,10 +133,10 @@ def test_another_form_of_the_module_is_left_alone(change: Callable[[Any], None],
 def test_a_slot_that_records_its_past_is_the_modules_own(shards: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     shard, rows = shards("qwen3_5_text"), rows_seen(monkeypatch)
     shard.use_kernels()
-    rows.clear()
     view = shard.whole_view()
     cache = view.new_cache()
     view.forward(drawn(9, 0), position=0, cache=cache, sample=0, cancelled=never)
+    rows.clear()
     for layer in cache.layers:
         layer.record_past = True
     view.forward(drawn(1, 1), position=9, cache=cache, sample=1, cancelled=never)

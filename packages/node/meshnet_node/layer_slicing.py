@@ -167,8 +167,8 @@ class LayerView:
         return self.native is not None or self.parts is not None
 
     def takes_native(self, position: int, seq_len: int) -> bool:
-        """Whether a frame on state is for :attr:`native`, or may have native parts, where nothing else takes it."""
-        return self.runs_native and position > 0 and seq_len <= MOST_ROWS
+        """Whether a frame is for :attr:`native`, or may have native parts, where nothing else takes it."""
+        return self.parts is not None or (self.native is not None and position > 0 and seq_len <= MOST_ROWS)
 
     def use_kernels(self, kernels: StepKernels) -> None:
         """Take steps through ``kernels`` from now on, or parts of them, where layers can be run so."""
@@ -227,7 +227,7 @@ class LayerView:
             return torch.cat(steps[-sample:], dim=1)  # all of them where sample is 0
         step = None
         if self.parts is not None:
-            self.parts.turn(on=not plain and self.takes_native(position, seq_len))
+            self.parts.turn(on=not plain and cache is not None)
         if cache is not None and not plain and position > 0:
             if seq_len == 1 and self.step is not None and self.step.takes(cache):
                 step = self.step

@@ -4,8 +4,9 @@
 
 A layer's state is a matrix for each head, a megabyte and more in all. As operations of torch a step goes over it six
 times, and for several sessions copies it to where they lie together and back; the kernel reads and writes each
-session's own once (:mod:`meshnet_node.step_kernels`). Stands in a module's place while it is on; frames of several
-positions, and those without state, are the module's own. Knows no frames and no names of sessions.
+session's own once (:mod:`meshnet_node.step_kernels`). Several positions of one session go one after the other, with the
+state in the core's cache: with few threads that takes a third of what transformers' rule for chunks does. Stands in a
+module's place while it is on; what has no cache is the module's own. Knows no frames and no names of sessions.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from meshnet_node.ragged_cache import RaggedCache
 
 _ORDERED = ("in_proj_qkvz", "in_proj_ba")  # Qwen3-Next's, by heads
 _APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5's
+_FEW_THREADS = 2
+"""Up to so many the kernel's one thread is the quicker for several positions."""
 _HAS = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
 
 
@@ -81,17 +84,27 @@ class NativeDelta:
         Args:
             cache: of one session, or a `RaggedCache` of as many as there are rows, which keeps this layer's apart.
         """
-        if self.is_on and cache is not None and hidden_states.shape[1] == 1 and others.get("attention_mask") is None:
-            slots = cache.rows_of(self.index) if isinstance(cache, RaggedCache) else (cache.layers[self.index],)
-            if len(slots) == len(hidden_states) and all(map(self._takes, slots)):
+        if self.is_on and cache is not None and others.get("attention_mask") is None:
+            slots = self._slots(cache, *hidden_states.shape[:2])
+            if slots and all(map(self._takes, set(slots))):
                 return self._step(hidden_states, slots)
         found: torch.Tensor = self._plain(hidden_states, cache=cache, **others)
         return found
 
+    def _slots(self, cache: DynamicCache, rows: int, seq_len: int) -> tuple[Any, ...]:
+        """Of each position its session's; none where they are not for the kernel."""
+        if isinstance(cache, RaggedCache):
+            return cache.rows_of(self.index) if seq_len == 1 else ()
+        if rows > 1 or (seq_len > 1 and torch.get_num_threads() > _FEW_THREADS):
+            return ()
+        return (cache.layers[self.index],) * seq_len
+
     def _takes(self, slot: Any) -> bool:
-        """Whether it holds state as the kernel reads it."""
-        if not isinstance(slot, LinearAttentionLayer) or slot.record_past or not slot.has_previous_state[0]:
+        """Whether it holds state as the kernel reads it; one that holds none yet gets the state before any position."""
+        if type(slot) is not LinearAttentionLayer or slot.record_past:
             return False
+        if not slot.has_previous_state[0]:
+            self._begin(slot)
         columns, state, at = slot.conv_states[0], slot.recurrent_states[0], self._shape
         return (
             columns is not None
@@ -103,9 +116,17 @@ class NativeDelta:
             and state.is_contiguous()
         )
 
+    def _begin(self, slot: Any) -> None:
+        at = self._shape
+        columns = torch.zeros(1, *self._conv.shape, dtype=torch.bfloat16)
+        slot.lazy_initialization(conv_states=columns, conv_kernel_size=at.taps)
+        slot.lazy_initialization(recurrent_states=torch.zeros(1, at.heads, at.key_width, at.width))
+        slot.has_previous_state[0] = True
+
     def _step(self, hidden: torch.Tensor, slots: Sequence[Any]) -> torch.Tensor:
+        """Positions of as many slots, those of one slot in order."""
         given = [each.contiguous() for each in self._projected(hidden)]
-        out = torch.empty(len(slots), 1, self._shape.heads * self._shape.width, dtype=torch.bfloat16)
+        out = torch.empty(*hidden.shape[:2], self._shape.heads * self._shape.width, dtype=torch.bfloat16)
         kept = array("q")
         for slot in slots:
             kept.extend((slot.conv_states[0].data_ptr(), slot.recurrent_states[0].data_ptr()))
@@ -115,7 +136,7 @@ class NativeDelta:
         return found
 
     def _projected(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``[rows, 1, ...]``: queries, keys and values mixed; gates; shares; steps."""
+        """``[rows, seq_len, ...]``: queries, keys and values mixed; gates; shares; steps."""
         module = self._module
         if not self._ordered:
             return tuple(getattr(module, name)(hidden) for name in _APART)
