@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshnet_core.layer_range import LayerRange
-from meshnet_node.layer_slicing import LayerView
+from meshnet_node.layer_view import LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.shard_work import never

@@ -27,7 +27,7 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_node import step_warm_up
 from meshnet_node.compiled_step import CompiledLayer, CompiledStep
 from meshnet_node.layer_sketch import LayerSketch
-from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
+from meshnet_node.layer_view import ForwardCancelledError, LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.shard_loader import load_shard
 from meshnet_node.split import parse_splits

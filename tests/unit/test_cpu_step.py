@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from in_process_mesh import random_prompt
 from meshnet_core.layer_range import LayerRange
-from meshnet_node import cpu_attention, layer_slicing, packed_linear
+from meshnet_node import cpu_attention, layer_view, packed_linear
 from meshnet_node.cpu_attention import attend
 from meshnet_node.packed_linear import PackedLinear, can_pack
 from meshnet_node.session_state import SessionState
@@ -37,7 +37,7 @@ def check_family(models: Models, family: str, monkeypatch: pytest.MonkeyPatch) -
     quick, packed = logits_of(models, family)
     assert packed >= num_layers(family) or not can_pack()
     monkeypatch.setattr(packed_linear, "can_pack", lambda _dtype: False)
-    monkeypatch.setattr(layer_slicing, "use_cpu_attention", lambda *_: None)
+    monkeypatch.setattr(layer_view, "use_cpu_attention", lambda *_: None)
     plain, packed = logits_of(models, family)
     assert packed == 0
     torch.testing.assert_close(quick, plain, rtol=0.1, atol=0.1)  # rounding; most have the same bits

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshnet_core.errors import BadFrameError, CacheMissError, HopFailedError, MissReason
-from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
+from meshnet_node.layer_view import ForwardCancelledError, LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.shard_work import ShardResult, ShardWork
 from shard_frames import HIDDEN, hidden_work, run, token_work

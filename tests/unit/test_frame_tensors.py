@@ -7,7 +7,7 @@ import torch
 
 from meshnet_core.errors import BadFrameError, HopFailedError
 from meshnet_node.frame_tensors import FrameTensors
-from meshnet_node.layer_slicing import LayerView
+from meshnet_node.layer_view import LayerView
 from meshnet_node.model_backend import TorchModelShard
 from shard_frames import HIDDEN, hidden_work, run, token_work
 from shard_routes import Models

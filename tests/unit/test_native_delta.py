@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshnet_core.errors import HopFailedError
-from meshnet_node.layer_slicing import LayerView
+from meshnet_node.layer_view import LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.native_delta import NativeDelta
 from meshnet_node.ragged_cache import RaggedCache

@@ -17,7 +17,7 @@ from meshnet_core.errors import HopFailedError
 from meshnet_core.frames import MAX_DRAFT
 from meshnet_node import native_attention, native_step
 from meshnet_node.family_support import FAMILIES
-from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
+from meshnet_node.layer_view import ForwardCancelledError, LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.native_step import MOST_ROWS, NativeStep
 from meshnet_node.rope_table import RopeTable

@@ -14,7 +14,8 @@ from torch import nn
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.family_support import FAMILIES
 from meshnet_node.joined_linear import BesideLinears, joined
-from meshnet_node.layer_slicing import ForwardCancelledError, LayerView, base_of
+from meshnet_node.layer_slicing import base_of
+from meshnet_node.layer_view import ForwardCancelledError, LayerView
 from meshnet_node.packed_linear import can_pack
 from meshnet_node.packed_matrix import PackedMatrix
 from meshnet_node.quantised_layers import QuantisedLinear

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from meshnet_core.errors import CacheMissError, HopFailedError, MissReason
-from meshnet_node.layer_slicing import ForwardCancelledError
+from meshnet_node.layer_view import ForwardCancelledError
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.ragged_cache import RaggedCache
 from meshnet_node.session_state import SessionState

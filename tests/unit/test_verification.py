@@ -21,7 +21,7 @@ from meshnet_cli.main import app
 from meshnet_core.errors import UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
 from meshnet_node import frame_attempts, layer_slicing, shard_route, verification
-from meshnet_node.layer_slicing import LayerView
+from meshnet_node.layer_view import LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.model_files import open_model
 from meshnet_node.session_state import SessionState

@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from meshnet_core.errors import HopFailedError, UnsupportedModelError
 from meshnet_node.layer_call import LayerCall
 from meshnet_node.layer_sketch import LayerSketch, states_of, weights_of
-from meshnet_node.layer_slicing import LayerView
 from meshnet_node.layer_tree import InPlaceOf, LayerTree, cache_in
+from meshnet_node.layer_view import LayerView
 from meshnet_node.step_ops import Attend, running
 
 LayerFunction = Callable[[list[torch.Tensor]], list[torch.Tensor]]

@@ -17,7 +17,7 @@ from meshnet_core.errors import HopFailedError, MeshnetError
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.frame_fit import check_fit
 from meshnet_node.frame_tensors import FrameTensors, to_wire
-from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
+from meshnet_node.layer_view import ForwardCancelledError, LayerView
 from meshnet_node.session_state import SessionState
 from meshnet_node.shard_work import ShardResult, ShardWork
 

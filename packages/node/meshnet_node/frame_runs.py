@@ -31,7 +31,7 @@ from meshnet_node.cache_store import CacheStore, SessionKey
 from meshnet_node.forward_lane import LaneTiming
 from meshnet_node.frame_delivery import FrameDelivery
 from meshnet_node.hop_session import FrameKey, HopSession, Outcome, Run
-from meshnet_node.layer_slicing import ForwardCancelledError
+from meshnet_node.layer_view import ForwardCancelledError
 from meshnet_node.own_layers import OwnLayers, Ran
 from meshnet_node.prompt_runs import PromptRuns, gone, not_done, run_limit, too_late
 from meshnet_node.settled import settled

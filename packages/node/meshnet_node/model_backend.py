@@ -25,7 +25,7 @@ from meshnet_node.family_support import Family, check_split
 from meshnet_node.frame_attempts import FrameAttempts
 from meshnet_node.frame_tensors import FrameTensors
 from meshnet_node.kernel_library import StepKernels
-from meshnet_node.layer_slicing import ForwardCancelledError, LayerView
+from meshnet_node.layer_view import ForwardCancelledError, LayerView
 from meshnet_node.session_state import SessionState, walk_tensors
 from meshnet_node.shard_work import ShardResult, ShardWork, never
 from meshnet_node.state_cost import StateCosts, measured_costs

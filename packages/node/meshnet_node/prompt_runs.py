@@ -24,7 +24,7 @@ from meshnet_node.cache_store import CacheStore, RoomAwaitedError, SessionKey
 from meshnet_node.forward_lane import LaneOutcome
 from meshnet_node.frame_delivery import FrameDelivery
 from meshnet_node.hop_session import FrameKey, HopSession, Run
-from meshnet_node.layer_slicing import ForwardCancelledError
+from meshnet_node.layer_view import ForwardCancelledError
 from meshnet_node.own_layers import OwnLayers, Ran
 
 RUN_DEADLINES = 2  # a frame may run for this many of its steps' deadlines: one that was busy is asked for once more

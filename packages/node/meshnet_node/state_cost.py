@@ -14,7 +14,7 @@ import torch
 from meshnet_core.frames import MAX_CHUNK
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.growing_cache import rows_for
-from meshnet_node.layer_slicing import LayerView
+from meshnet_node.layer_view import LayerView
 from meshnet_node.session_state import tensors_of_each_layer
 
 

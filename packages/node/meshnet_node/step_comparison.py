@@ -13,7 +13,7 @@ import torch
 
 from meshnet_node.comparison import compare, tolerance_for
 from meshnet_node.compiled_step import CompiledLayer, CompiledStep
-from meshnet_node.layer_slicing import LayerView
+from meshnet_node.layer_view import LayerView
 from meshnet_node.step_frames import CompilableShard, StepFrames
 
 PROMPTS = (1, 11, 70)  # positions before the steps that are compared: the last fills windows and turns rooms over

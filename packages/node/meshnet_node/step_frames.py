@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.compiled_step import CompiledLayer
-from meshnet_node.layer_slicing import LayerView, StepTree
+from meshnet_node.layer_view import LayerView, StepTree
 
 CHUNK = 8  # positions of a frame that prefills: a session waits for one of them at most
 REST = 1.0  # times what a frame took

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from meshnet_core.layer_range import LayerRange
 from meshnet_node.compiled_step import CompiledLayer, CompiledStep
 from meshnet_node.kernel_library import StepKernels
-from meshnet_node.layer_slicing import LayerView
+from meshnet_node.layer_view import LayerView
 
 logger = logging.getLogger(__name__)
 
