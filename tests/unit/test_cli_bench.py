@@ -151,6 +151,8 @@ def test_what_nobody_tells_is_not_known() -> None:
     del silent["compile"]  # it did not answer
     unloaded = status_node("a", "0-1") | {"layers": [{"model": "m", "layers": "0-1", "loaded": False}]}
     assert steps_told({"route": ROUTE}, "m", {"nodes": [unloaded, silent]}) == [None, None]
+    odd = {**status_node("a", "0-1"), "compile": {"layers 0-1 of m": "native"}}
+    assert steps_told({"route": ROUTE}, "m", {"nodes": [odd, silent]}) == [None, None]
     assert steps_told({"route": ROUTE}, "m", {"nodes": [status_node("a", "0-1"), silent]}) == [Steps.PLAIN, None]
     assert steps_told({"route": ROUTE}, "other", {"nodes": [status_node("a", "0-1")]}) == [None, None]
     assert steps_told({"route": ROUTE}, "m", {}) == [None, None]

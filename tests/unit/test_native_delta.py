@@ -75,12 +75,13 @@ def test_the_logits_are_those_of_the_layers(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exact_frames_have_the_bits_of_the_layers(family: str, shards: Load) -> None:
+def test_exact_frames_have_the_bits_of_the_layers(family: str, shards: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = shards(family)
     plain = run(shard.whole_view())
     shard.use_kernels()
-    native = run(shard.whole_view())
+    native, rows = run(shard.whole_view()), rows_seen(monkeypatch)
     assert torch.equal(run(shard.whole_view(), plain=True), plain)
+    assert not rows
     assert torch.equal(run(shard.whole_view()), native)  # and those after them are native again
 
 
@@ -117,6 +118,12 @@ def test_other_shards_stay_as_they_are(family: str, dtype: str, shards: Load) ->
         lambda module: setattr(module, "activation", "gelu"),
         lambda module: setattr(module.conv1d, "bias", torch.nn.Parameter(torch.zeros(module.conv_dim))),
         lambda module: setattr(module, "num_k_heads", 3),
+        lambda module: setattr(module, "head_k_dim", 64),
+        lambda module: setattr(module.conv1d, "weight", torch.nn.Parameter(module.conv1d.weight[:8])),
+        lambda module: setattr(module.norm, "weight", torch.nn.Parameter(module.norm.weight[:2])),
+        lambda module: setattr(module, "dt_bias", torch.nn.Parameter(module.dt_bias[:1])),
+        lambda module: delattr(module, "activation"),
+        lambda module: delattr(module.norm, "variance_epsilon"),
         lambda module: delattr(module, "in_proj_z"),
         lambda module: setattr(module.norm, "weight", torch.nn.Parameter(module.norm.weight.float())),
     ],
@@ -143,12 +150,67 @@ def test_a_slot_that_records_its_past_is_the_modules_own(shards: Load, monkeypat
     assert not rows
 
 
+@pytest.mark.parametrize("odd", ["strided", "double", "shape"])
+@torch.inference_mode()
+def test_a_slot_that_does_not_suit_the_kernel_is_the_modules_own(
+    odd: str, shards: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = shards("qwen3_5_text")
+    shard.use_kernels()
+    view = shard.whole_view()
+    caches = [view.new_cache() for _ in range(2)]
+    for seed, cache in enumerate(caches):
+        view.forward(drawn(5, seed), position=0, cache=cache, sample=0, cancelled=never)
+    slot: Any = caches[0].layers[0]
+    state = slot.recurrent_states[0]
+    slot.recurrent_states[0] = {
+        "strided": state.transpose(-1, -2).contiguous().transpose(-1, -2),
+        "double": state.double(),
+        "shape": state[:, :, :-1],
+    }[odd]
+    parts = view.parts
+    assert parts is not None
+    assert parts.apart(caches) == parts.apart(caches[1:]) - {0} != parts.apart(caches[1:])
+    rows = rows_seen(monkeypatch)
+    linear = view.config.layer_types.count("linear_attention")
+    if odd == "strided":  # else the layer itself cannot run with it
+        view.forward(drawn(1, 2), position=5, cache=caches[0], sample=1, cancelled=never)
+        view.forward_together(drawn(2, 3).reshape(2, 1), positions=[6, 5], caches=caches, sample=True, cancelled=never)
+        assert rows == [1] * (linear - 1) + [2] * (linear - 1)
+
+
+def test_a_part_that_cannot_be_made_leaves_no_other_in_place(
+    shards: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard, own = shards("qwen3_5_text"), NativeDelta.__init__
+
+    def fail_late(delta: NativeDelta, module: Any, kernels: Any) -> None:
+        if module.layer_idx > 1:
+            raise AttributeError("planted")
+        own(delta, module, kernels)
+
+    monkeypatch.setattr(NativeDelta, "__init__", fail_late)
+    shard.use_kernels()
+    assert not shard.runs_native
+    assert "planted" in caplog.text
+    assert not any("forward" in vars(module) for module in shard.whole_view().plain_layers.modules())
+    assert shard._view(1).parts is None  # nor in views that are made later
+
+
+def test_a_failure_that_no_part_had_a_hand_in_leaves_them(shards: Load) -> None:
+    shard = shards("qwen3_5_text")
+    shard.use_kernels()
+    shard._step_failed(0, 40, RuntimeError("out of memory"))
+    shard._step_failed(4, 1, RuntimeError("elsewhere"))
+    assert shard.runs_native
+
+
 def test_sessions_together_keep_what_is_apart_to_themselves(shards: Load) -> None:
     view = shards("qwen3_5_text").whole_view()
     caches = [view.new_cache() for _ in range(2)]
     for cache in caches:
         view.forward(drawn(5, 0), position=0, cache=cache, sample=0, cancelled=never)
-    together = RaggedCache(caches, apart=[0])
+    together = RaggedCache(caches, apart={0})
     assert together.rows_of(0) == tuple(cache.layers[0] for cache in caches)
     assert together.rows_of(1) == ()
     for update in (together.layers[0].update_conv_state, together.layers[0].update_recurrent_state):

@@ -15,8 +15,11 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.generation_trace import NoTrace
+from meshnet_node import packed_linear, step_profile
 from meshnet_node.shard_loader import load_shard
-from meshnet_node.step_profile import ATTENTION, STEP, StepSplit, profile_steps, split_of
+from meshnet_node.step_profile import ATTENTION, EXPERTS, STEP, StepSplit, _kind_of, profile_steps, split_of
+from native_compiler import needs_compiler
+from step_logits import WIDE, whole_shard
 from tiny_models import save_tiny
 
 
@@ -28,6 +31,24 @@ def test_the_parts_of_a_shards_step_add_up_and_none_is_missing(family: str, laye
     assert split.products + split.attention + split.rest == pytest.approx(split.step_ms, rel=0.05)
     assert min(split.products, split.attention, split.rest, split.unprofiled_ms) > 0
     assert set(split.to_json()) == {"step_ms", "unprofiled_ms", "products", "attention", "rest", "steps"}
+
+
+@needs_compiler
+@pytest.mark.usefixtures("one_thread")
+def test_native_experts_count_as_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "_LEAST_ELEMENTS", 1)
+    shard = whole_shard(tmp_path, "qwen3_moe", **WIDE)
+    shard.use_kernels()
+    view = shard.whole_view()
+    if view.parts is None:
+        pytest.skip("this CPU's products read weights in another layout than native experts do")
+    seen: list[Any] = []
+    monkeypatch.setattr(step_profile, "split_of", lambda events, unprofiled_ms: seen.extend(events))
+    profile_steps(shard, position=20, steps=2)
+    experts = [each for each in seen if each.name == EXPERTS]
+    assert len(experts) == 3 * len(view.layers)  # a step to begin with, and two
+    assert {_kind_of(each) for each in experts if each.cpu_parent is not None} == {"products"}
+    assert not any("run" in vars(part) for part in view.parts.experts)
 
 
 def event(name: str, self_us: float, parent: Any = None, total_us: float = 0.0) -> Any:

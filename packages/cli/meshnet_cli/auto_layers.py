@@ -115,14 +115,15 @@ class AutoLayers:
         try:
             try:
                 self._first = layers = await self._asked(client, place)
-                await getting
                 async with self._announcing(client, place):
+                    await getting
                     return await asyncio.to_thread(self._load, layers)
             except BaseException:
                 with suppress(MeshnetError):
                     await client.leave(place.node_id, boot=self.boot)
                 raise
         finally:
+            getting.cancel()
             await client.close()
 
     @asynccontextmanager

@@ -180,7 +180,7 @@ class Profile:
 
 
 def profile_of(
-    reports: Sequence[dict[str, Any]], step_of: str | None, threads: int | None, told: Sequence[Steps | None] = ()
+    reports: Sequence[dict[str, Any]], step_of: str | None, threads: int | None, told: Sequence[Steps | None]
 ) -> Profile:
     """The profile of answers with these reports; their layers of MODEL ``step_of`` are profiled here in mid-answer.
 

@@ -149,7 +149,7 @@ def _load(
     if takes_kernels(weights.compile):
         shard.use_kernels()
     if compiles_steps(weights.compile, plan.device):
-        if shard.whole_view().may_run_native:
+        if shard.whole_view().may_step_native:
             logger.info("layers %s are of a kind that --compile auto has quicker steps for than step", plan.layers)
         shard.warm_up(StepWarmUp(shard))
     return shard

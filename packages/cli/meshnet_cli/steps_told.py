@@ -39,9 +39,9 @@ def _of_hop(layers: LayerRange, model: str, node: dict[str, Any]) -> Steps | Non
     told = node.get("compile")
     if not isinstance(told, dict):  # it did not answer, or its gateway passes none on
         return None
-    return next(
-        (_OF_STATES.get(told.get(name, {}).get("state"), Steps.PLAIN) for name in _shards(layers, model, node)), None
-    )
+    states = (told.get(name, {}) for name in _shards(layers, model, node))
+    known = (_OF_STATES.get(str(state.get("state")), Steps.PLAIN) for state in states if isinstance(state, dict))
+    return next(known, None)
 
 
 def _shards(layers: LayerRange, model: str, node: dict[str, Any]) -> Iterator[str]:

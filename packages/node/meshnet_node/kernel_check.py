@@ -39,7 +39,7 @@ def check(kernels: StepKernels) -> None:
     _same("gate", out, functional.silu(gates[:, :width]) * gates[:, width:])
     for heads, key_heads, width, turns in ((6, 2, 64, 1), (5, 1, 128, 0), (2, 2, 24, 1)):
         _check_attention(kernels, draw, AttentionShape(None, heads, key_heads, width, turns, width**-0.5, eps))
-    for heads, key_heads, width, key_width in ((4, 2, 64, 32), (2, 2, 128, 16), (3, 1, 24, 40)):
+    for heads, key_heads, width, key_width in ((4, 2, 64, 32), (2, 2, 128, 16), (3, 1, 24, 40), (1, 1, 200, 8)):
         _check_delta(kernels, draw, DeltaShape(None, None, None, None, heads, key_heads, width, key_width, 4, eps))
     _check_experts(kernels, draw)
     _check_take(kernels, draw)
@@ -118,15 +118,17 @@ def _check_experts(kernels: StepKernels, draw: torch.Generator) -> None:
     shape = MixtureShape(addresses[0].data_ptr(), addresses[1].data_ptr(), count, chosen, hidden, inner, 1)
     room = torch.empty(MOST_SHARING, 2 * inner + hidden, dtype=torch.bfloat16)
     made, out = torch.empty(rows, chosen, hidden), torch.empty_like(x)
-    given = (x, experts, weights.float(), room, made, out)
-    kernels.experts(shape, rows, *(tensor.data_ptr() for tensor in given))
-    wanted = torch.zeros(rows, hidden)
-    for row, place in ((row, place) for row in range(rows) for place in range(chosen)):
-        if (expert := int(experts[row, place])) < count:
-            both = functional.linear(x[row], gate_up[expert])
-            made = functional.linear(functional.silu(both[:inner]) * both[inner:], down[expert])
-            wanted[row] += (made * weights[row, place]).float()
-    _same("sum of experts", out, wanted.bfloat16())
+    for weighing in (weights, weights.float()):  # rounded to bfloat16 once weighted, or not
+        shape.rounds = weighing.dtype is torch.bfloat16
+        given = (x, experts, weights.float(), room, made, out)
+        kernels.experts(shape, rows, *(tensor.data_ptr() for tensor in given))
+        wanted = torch.zeros(rows, hidden)
+        for row, place in ((row, place) for row in range(rows) for place in range(chosen)):
+            if (expert := int(experts[row, place])) < count:
+                both = functional.linear(x[row], gate_up[expert])
+                one = functional.linear(functional.silu(both[:inner]) * both[inner:], down[expert])
+                wanted[row] += (one * weighing[row, place]).float()
+        _same("sum of experts", out, wanted.bfloat16())
 
 
 def _check_take(kernels: StepKernels, draw: torch.Generator) -> None:

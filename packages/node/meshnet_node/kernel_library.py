@@ -63,7 +63,7 @@ class MixtureShape(ctypes.Structure):
 class StepKernels:
     """The functions of one library. Arguments are addresses of dense bfloat16 tensors, unless it says otherwise.
 
-    The interpreter's lock is kept meanwhile: they take microseconds, but for `attend_long` and `delta`.
+    The interpreter's lock is kept meanwhile: they take microseconds, but for `attend_long`, `delta` and `experts`.
 
     Attributes:
         norm: ``(x, weight, out, rows, width, eps)``: transformers' RMS norm of each row.
@@ -79,8 +79,8 @@ class StepKernels:
         take: ``(codes, scales, out, groups, planes, half, byte, shift, stride)``: one row of a packed matrix. ``codes``
             is of its block (uint8, ``half`` bytes a column, the row's at ``byte``, by ``shift`` bits), ``scales`` of
             its first group (the next one's are ``stride`` values on).
-        delta: ``(shape, rows, kept, mixed, gate, beta, step, room, out)``: the newest position of each of several
-            sessions through a gated delta rule, between its projections: convolution, rule, norm and gate. ``kept``:
+        delta: ``(shape, rows, kept, mixed, gate, beta, step, room, out)``: positions of several sessions, those of one
+            in order, through a gated delta rule, between its projections: convolution, rule, norm and gate. ``kept``:
             int64 ``[rows, 2]``, the addresses of a session's columns, bfloat16 ``[channels, taps]``, and state,
             float32 ``[heads, key_width, width]``, both renewed where they are. ``mixed`` ``[rows, channels]``, ``gate``
             and ``out`` ``[rows, heads, width]``, ``beta`` and ``step`` ``[rows, heads]``; ``room``: for ``channels``

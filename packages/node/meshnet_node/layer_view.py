@@ -117,10 +117,11 @@ class LayerView:
     @property
     def may_run_native(self) -> bool:
         """Whether :meth:`use_kernels` may do something."""
-        return self._may_be_native or may_have_parts(self._layers)
+        return self.may_step_native or may_have_parts(self._layers)
 
     @property
-    def _may_be_native(self) -> bool:
+    def may_step_native(self) -> bool:
+        """Whether all of a step may be native, and not parts of its layers alone."""
         return self._is_quick and self._step_needs_no_mask and self.config._attn_implementation == STEP_ATTENTION
 
     @property
@@ -129,13 +130,18 @@ class LayerView:
         return self.native is not None or self.parts is not None
 
     def takes_native(self, position: int, seq_len: int) -> bool:
-        """Whether a frame is for :attr:`native`, or may have native parts, where nothing else takes it."""
-        return self.parts is not None or (self.native is not None and position > 0 and seq_len <= MOST_ROWS)
+        """Whether a frame is for :attr:`native`, where nothing else takes it."""
+        return self.native is not None and position > 0 and seq_len <= MOST_ROWS
+
+    @property
+    def part_failed(self) -> bool:
+        """Whether a frame raised in one of :attr:`parts`."""
+        return self.parts is not None and self.parts.failed
 
     def use_kernels(self, kernels: StepKernels) -> None:
         """Take steps through ``kernels`` from now on, or parts of them, where layers can be run so."""
         self.drop_kernels()
-        if self._may_be_native:
+        if self.may_step_native:
             self.native = native_step(self._base, self._layers, self.new_cache(), kernels)
         if may_have_parts(self._layers):
             self.parts = NativeParts(self._layers, kernels)
@@ -231,7 +237,7 @@ class LayerView:
             rows = len(positions) if sample else 0
             return self._run_native(native, inputs, positions, caches, rows, cancelled)
         at = torch.tensor(positions, device=inputs.device).unsqueeze(1)
-        cache = RaggedCache(caches, self.parts.apart if self.parts is not None else ())
+        cache = RaggedCache(caches, self.parts.apart(caches) if self.parts is not None else ())
         own = self.config._attn_implementation
         self.config._attn_implementation = self._ragged
         try:

@@ -173,12 +173,13 @@ class TorchModelShard:
         with self._running:
             if self._closed:
                 return
-            with self._views_lock:
-                self._steps.use_kernels(kernels, self._views.values())
             try:
+                with self._views_lock:
+                    self._steps.use_kernels(kernels, self._views.values())
                 self._run_two()  # what cannot run is found out before it serves
             except Exception as error:  # noqa: BLE001 - the plain steps serve
-                self._step_failed(1, 1, error)
+                with self._views_lock:
+                    self._steps.drop_kernels(self._views.values(), error)
 
     @property
     def runs_compiled(self) -> bool:

@@ -1,4 +1,4 @@
-"""Decode steps of layers with a gated delta rule (Qwen3-Next, Qwen3.5), the rule being C code.
+"""Layers with a gated delta rule (Qwen3-Next, Qwen3.5), the rule being C code.
 
     product ── convolution, rule, norm, gate ── product
 
@@ -26,24 +26,29 @@ _ORDERED = ("in_proj_qkvz", "in_proj_ba")  # Qwen3-Next's, by heads
 _APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5's
 _FEW_THREADS = 2
 """Up to so many the kernel's one thread is the quicker for several positions."""
-_HAS = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
+_HAS = (
+    *("layer_idx", "activation", "num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim"),
+    *("conv1d", "A_log", "dt_bias", "norm", "out_proj"),
+)
+_NORM_HAS = ("weight", "variance_epsilon", "activation")
 
 
 class NativeDelta:
     """One layer's. Not for two threads at once.
 
     Args:
-        module: transformers', :meth:`can_run`; its ``forward`` is replaced until :meth:`leave`.
+        module: transformers', :meth:`can_run`; its ``forward`` is replaced between :meth:`enter` and :meth:`leave`.
         kernels: this machine's.
 
     Attributes:
         index: of the layer, in its view.
-        is_on: whether steps are for it.
+        is_on: whether frames are for it.
+        failed: whether one raised here.
     """
 
     def __init__(self, module: Any, kernels: StepKernels) -> None:
         self.index: int = module.layer_idx
-        self.is_on = True
+        self.is_on, self.failed = True, False
         self._module, self._plain, self._kernel = module, module.forward, kernels.delta
         self._ordered = hasattr(module, _ORDERED[0])
         self._conv = module.conv1d.weight.squeeze(1).contiguous()
@@ -56,7 +61,6 @@ class NativeDelta:
             module.norm.variance_epsilon,
         )
         self._room = torch.empty(self._conv.shape[0])
-        module.forward = self.forward
 
     @staticmethod
     def can_run(module: Any) -> bool:
@@ -66,13 +70,24 @@ class NativeDelta:
         if not any(all(hasattr(module, name) for name in form) for form in (_ORDERED, _APART)):
             return False
         conv, norm = module.conv1d, module.norm
+        if not all(hasattr(norm, name) for name in _NORM_HAS):
+            return False
+        heads, channels = module.num_v_heads, 2 * module.num_k_heads * module.head_k_dim
+        channels += heads * module.head_v_dim
         return (
             all(of.weight.dtype is torch.bfloat16 and of.weight.device.type == "cpu" for of in (conv, norm))
             and conv.bias is None
             and getattr(norm, "activation", None) == module.activation == "silu"
             and module.head_v_dim <= MOST_WIDTH
-            and module.num_v_heads % module.num_k_heads == 0
+            and heads % module.num_k_heads == 0
+            and conv.weight.shape[:2] == (channels, 1)
+            and norm.weight.shape == (module.head_v_dim,)
+            and module.A_log.shape == module.dt_bias.shape == (heads,)
         )
+
+    def enter(self) -> None:
+        """Stand in the module's place."""
+        self._module.forward = self.forward
 
     def leave(self) -> None:
         """Let the module run by itself again."""
@@ -84,22 +99,26 @@ class NativeDelta:
         Args:
             cache: of one session, or a `RaggedCache` of as many as there are rows, which keeps this layer's apart.
         """
-        if self.is_on and cache is not None and others.get("attention_mask") is None:
-            slots = self._slots(cache, *hidden_states.shape[:2])
-            if slots and all(map(self._takes, set(slots))):
+        is_ours = self.is_on and cache is not None and others.get("attention_mask") is None
+        if is_ours and (slots := self._slots(cache, *hidden_states.shape[:2])):
+            try:
                 return self._step(hidden_states, slots)
+            except BaseException:
+                self.failed = True
+                raise
         found: torch.Tensor = self._plain(hidden_states, cache=cache, **others)
         return found
 
-    def _slots(self, cache: DynamicCache, rows: int, seq_len: int) -> tuple[Any, ...]:
+    def _slots(self, cache: Any, rows: int, seq_len: int) -> tuple[Any, ...]:
         """Of each position its session's; none where they are not for the kernel."""
         if isinstance(cache, RaggedCache):
-            return cache.rows_of(self.index) if seq_len == 1 else ()
+            return cache.rows_of(self.index)
         if rows > 1 or (seq_len > 1 and torch.get_num_threads() > _FEW_THREADS):
             return ()
-        return (cache.layers[self.index],) * seq_len
+        slot = cache.layers[self.index]
+        return (slot,) * seq_len if self.takes(slot) else ()
 
-    def _takes(self, slot: Any) -> bool:
+    def takes(self, slot: Any) -> bool:
         """Whether it holds state as the kernel reads it; one that holds none yet gets the state before any position."""
         if type(slot) is not LinearAttentionLayer or slot.record_past:
             return False
@@ -126,6 +145,8 @@ class NativeDelta:
     def _step(self, hidden: torch.Tensor, slots: Sequence[Any]) -> torch.Tensor:
         """Positions of as many slots, those of one slot in order."""
         given = [each.contiguous() for each in self._projected(hidden)]
+        if any(each.dtype is not torch.bfloat16 for each in given):
+            raise TypeError(f"a native rule is in bfloat16, not in {', '.join(str(each.dtype) for each in given)}")
         out = torch.empty(*hidden.shape[:2], self._shape.heads * self._shape.width, dtype=torch.bfloat16)
         kept = array("q")
         for slot in slots:

@@ -28,15 +28,16 @@ class NativeExperts:
     """One layer's. Not for two threads at once.
 
     Args:
-        module: :meth:`can_run`; its ``forward`` is replaced until :meth:`leave`.
+        module: :meth:`can_run`; its ``forward`` is replaced between :meth:`enter` and :meth:`leave`.
         kernels: this machine's.
 
     Attributes:
         is_on: whether few rows are for it.
+        failed: whether one of its calls raised.
     """
 
     def __init__(self, module: LaidOutExperts, kernels: StepKernels) -> None:
-        self.is_on = True
+        self.is_on, self.failed = True, False
         self._module, self._plain, self._kernel = module, module.forward, kernels.experts
         stacks = (module.gate_up, module.down)
         self._addresses = [torch.tensor([torch.ops.mkldnn.data_ptr(each) for each in stack]) for stack in stacks]
@@ -44,7 +45,6 @@ class NativeExperts:
         addresses = (each.data_ptr() for each in self._addresses)
         self._shape = MixtureShape(*addresses, module.count, 0, module.hidden, inner, 0)
         self._room = torch.empty(MOST_SHARING, 2 * inner + module.hidden, dtype=torch.bfloat16)
-        module.forward = self.forward  # type: ignore[method-assign]
 
     @staticmethod
     def can_run(module: nn.Module) -> bool:
@@ -57,6 +57,10 @@ class NativeExperts:
         is_plain = getattr(type(plain), "_apply_gate", None) is moe._default_apply_gate
         return is_silu and is_plain and module.hidden % COLUMN == 0
 
+    def enter(self) -> None:
+        """Stand in the module's place."""
+        self._module.forward = self.forward  # type: ignore[method-assign]
+
     def leave(self) -> None:
         """Let the module run by itself again."""
         del self._module.forward
@@ -67,9 +71,18 @@ class NativeExperts:
         """As the module's own: ``[positions, hidden]``, and ``[positions, k]`` twice."""
         rows = len(hidden_states)
         are_few = rows <= MOST_ROWS and torch.get_num_threads() <= _FEW_THREADS
-        if not (self.is_on and are_few and hidden_states.dtype is torch.bfloat16):
+        kinds = (hidden_states.dtype, top_k_index.dtype)
+        if not (self.is_on and are_few and kinds == (torch.bfloat16, torch.int64)):
             return self._plain(hidden_states, top_k_index, top_k_weights)
-        shape = self._shape
+        try:
+            return self.run(hidden_states, top_k_index, top_k_weights)
+        except BaseException:
+            self.failed = True
+            raise
+
+    def run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """The kernel's call."""
+        rows, shape = len(hidden_states), self._shape
         shape.chosen, shape.rounds = top_k_index.shape[1], top_k_weights.dtype is torch.bfloat16
         given = (hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights.float().contiguous())
         made, out = torch.empty(rows, shape.chosen, self._module.hidden), torch.empty_like(given[0])

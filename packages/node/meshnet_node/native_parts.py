@@ -1,14 +1,15 @@
-"""Parts of layers whose work in a step is C code, each in its module's place: gated delta rules, and experts.
+"""Parts of layers whose work is C code, each in its module's place: gated delta rules, and experts.
 
 Knows which modules have one, and no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import nn
+from transformers import DynamicCache
 
 from meshnet_node.kernel_library import StepKernels
 from meshnet_node.native_delta import NativeDelta
@@ -20,10 +21,16 @@ class NativePart(Protocol):
     """What stands in a module's place.
 
     Attributes:
-        is_on: whether steps are for it; else, and for all else, the module runs by itself.
+        is_on: whether frames may be for it; else the module runs by itself.
+        failed: whether one raised in it.
     """
 
     is_on: bool
+    failed: bool
+
+    def enter(self) -> None:
+        """Stand there."""
+        ...
 
     def leave(self) -> None:
         """Let the module run by itself for good."""
@@ -31,24 +38,37 @@ class NativePart(Protocol):
 
 
 class NativeParts:
-    """Of some layers. Not for two threads at once.
+    """Of some layers, each in its place once all are made. Not for two threads at once.
 
     Args:
         layers: that are looked through.
         kernels: this machine's.
 
     Attributes:
-        apart: indices of layers that take each session's own slot.
+        experts: those of them that are mixtures.
     """
 
     def __init__(self, layers: Iterable[nn.Module], kernels: StepKernels) -> None:
-        deltas = [NativeDelta(module, kernels) for module in _modules(layers) if NativeDelta.can_run(module)]
-        experts = [NativeExperts(module, kernels) for module in _modules(layers) if NativeExperts.can_run(module)]
-        self._parts: list[NativePart] = [*deltas, *experts]
-        self.apart = frozenset(delta.index for delta in deltas)
+        modules: list[Any] = [module for layer in layers for module in layer.modules()]
+        self._deltas = [NativeDelta(module, kernels) for module in modules if NativeDelta.can_run(module)]
+        self.experts = [NativeExperts(module, kernels) for module in modules if NativeExperts.can_run(module)]
+        self._parts: list[NativePart] = [*self._deltas, *self.experts]
+        for part in self._parts:
+            part.enter()
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a frame raised in one of them."""
+        return any(part.failed for part in self._parts)
+
+    def apart(self, caches: Sequence[DynamicCache]) -> frozenset[int]:
+        """Indices of the layers that take each session's own slot, where those suit them."""
+        return frozenset(
+            delta.index for delta in self._deltas if all(delta.takes(cache.layers[delta.index]) for cache in caches)
+        )
 
     def turn(self, *, on: bool) -> None:
         """Whether what runs next may take them."""
@@ -63,14 +83,11 @@ class NativeParts:
 
 def may_have_parts(layers: Iterable[nn.Module]) -> bool:
     """Whether :class:`NativeParts` would find any."""
-    return any(NativeDelta.can_run(module) or NativeExperts.can_run(module) for module in _modules(layers))
+    modules = (module for layer in layers for module in layer.modules())
+    return any(NativeDelta.can_run(module) or NativeExperts.can_run(module) for module in modules)
 
 
 def may_have_parts_once_loaded(layers: Iterable[nn.Module]) -> bool:
     """Whether to expect that of layers without weights; no promise."""
-    return any(hasattr(module, "A_log") or is_packable(module) for module in _modules(layers))
-
-
-def _modules(layers: Iterable[nn.Module]) -> Iterator[Any]:
-    for layer in layers:
-        yield from layer.modules()
+    modules = (module for layer in layers for module in layer.modules())
+    return any(hasattr(module, "A_log") or is_packable(module) for module in modules)

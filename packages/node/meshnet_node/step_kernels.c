@@ -1,8 +1,9 @@
 /* The small operations of a decode step, and experts' products, for rows of one position each, in bfloat16.
 
-   Every sum is made in float32 and every result rounded where transformers' modules round it, so that all but attention
-   has their bits; attention keeps its weights in float32, where they are rounded there. A row's work fits into a core's
-   first cache, so one thread does it. Built and called by step_kernels.py, which says what the arguments are. */
+   Every sum is made in float32 and every result rounded where transformers' modules round it, so that norms, sums and gates
+   have their bits; attention keeps its weights in float32, where they are rounded there, and what sums more may round to a
+   neighbour. A row's work fits into a core's caches, but for experts' weights, which are read as quickly by one thread
+   as memory gives them; so one thread does it. Built and called by step_kernels.py, which says what the arguments are. */
 
 #include <math.h>
 #include <stdint.h>
@@ -240,7 +241,7 @@ static void gated_norm(const delta *at, float *found, const bf16 *gate, bf16 *ou
         out[i] = narrow(rounded(rounded(found[i] * scale) * wide(at->norm[i])) * silu(wide(gate[i])));
 }
 
-/* One position of each of several sessions through a gated delta rule, from its projections to what goes out of it.
+/* Positions of several sessions, those of one in order, through a gated delta rule, from its projections to what goes out of it.
    `kept` has two addresses a row: of the columns that the convolution sees, and of the state. */
 void meshnet_delta(const delta *at, int rows, const int64_t *kept, const bf16 *mixed, const bf16 *gate, const bf16 *beta,
                    const bf16 *step, float *room, bf16 *out) {

@@ -28,7 +28,7 @@ from meshnet_core.frames import MAX_CHUNK
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.shard_work import ShardWork
 
-STEP, ATTENTION = "meshnet step", "meshnet attention"
+STEP, ATTENTION, EXPERTS = "meshnet step", "meshnet attention", "meshnet experts"
 # Products that read weights, by torch's names; bmm and matmul are attention's own unless they lie outside of it.
 _PRODUCTS = re.compile(r"\w+::(mm|addmm|_int_mm|\w*linear\w*|\w*pack_mm\w*|\w*grouped_mm\w*)")
 _PRODUCTS_ELSEWHERE = re.compile(r"aten::(bmm|baddbmm|matmul)")
@@ -46,7 +46,7 @@ class StepSplit:
     Attributes:
         step_ms: of a step while it is profiled, which takes longer.
         unprofiled_ms: of one that is not.
-        products: with weights.
+        products: with weights; native experts whole.
         attention: all else within the layers' attention, linear attention's recurrences included.
         rest: norms, activations, additions, reading the frame, and calling all of it from Python.
         steps: so many.
@@ -77,7 +77,7 @@ def profile_steps(shard: TorchModelShard, position: int, steps: int) -> StepSpli
     for _ in range(steps):
         session.step()
     unprofiled_ms = 1000 * (time.perf_counter() - began) / steps
-    with _attention_marked(shard), profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with _marked(shard), profile(activities=[ProfilerActivity.CPU]) as profiler:
         session.step()  # the profiler's own first one
         for _ in range(steps):
             with record_function(STEP):
@@ -112,7 +112,7 @@ def _kind_of(event: Any) -> str | None:
         if name == STEP:
             return "products" if kind is None and elsewhere else kind
         if kind is None:
-            if _PRODUCTS.fullmatch(name):
+            if name == EXPERTS or _PRODUCTS.fullmatch(name):
                 kind = "products"
             elif name == ATTENTION or _ATTENTION_CORE.fullmatch(name):
                 kind = "attention"
@@ -152,8 +152,8 @@ class _Session:
 
 
 @contextmanager
-def _attention_marked(shard: TorchModelShard) -> Iterator[None]:
-    """Within the block the profiler is told where attention begins and ends."""
+def _marked(shard: TorchModelShard) -> Iterator[None]:
+    """Within the block the profiler is told where attention begins and ends, and native experts."""
     handles = []
     marks: list[Any] = []
 
@@ -168,14 +168,18 @@ def _attention_marked(shard: TorchModelShard) -> Iterator[None]:
     for name, module in shard.named_modules():
         if _MIXER.fullmatch(name):
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    native = shard.whole_view().native
-    attentions = [] if native is None else native.attentions
-    for attention in attentions:
-        attention.run = record_function(ATTENTION)(attention.run)  # type: ignore[method-assign]
+    view = shard.whole_view()
+    natives: list[tuple[Any, str]] = []
+    if view.native is not None:
+        natives += [(attention, ATTENTION) for attention in view.native.attentions]
+    if view.parts is not None:
+        natives += [(experts, EXPERTS) for experts in view.parts.experts]
+    for native, mark in natives:
+        native.run = record_function(mark)(native.run)
     try:
         yield
     finally:
-        for attention in attentions:
-            del attention.run  # what the class has is found again
+        for native, _ in natives:
+            del native.run  # what the class has is found again
         for handle in handles:
             handle.remove()

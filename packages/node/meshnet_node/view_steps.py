@@ -73,8 +73,12 @@ class ViewSteps:
             self._compiled = ()
             for view in views:
                 view.step = None
-        if any(view.takes_native(position, seq_len) for view in views):
-            logger.warning("steps of layers %s are plain from now on, a native one failed: %r", self._layers, error)
-            self._kernels = None
-            for view in views:
-                view.drop_kernels()
+        if any(view.takes_native(position, seq_len) or view.part_failed for view in views):
+            self.drop_kernels(views, error)
+
+    def drop_kernels(self, views: Iterable[LayerView], error: BaseException) -> None:
+        """Let go of kernels, since a native step failed so."""
+        logger.warning("steps of layers %s are plain from now on, a native one failed: %r", self._layers, error)
+        self._kernels = None
+        for view in views:
+            view.drop_kernels()
