@@ -46,7 +46,7 @@ def test_native_experts_count_as_products(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(step_profile, "split_of", lambda events, unprofiled_ms: seen.extend(events))
     profile_steps(shard, position=20, steps=2)
     experts = [each for each in seen if each.name == EXPERTS]
-    assert len(experts) == 3 * len(view.layers)  # a step to begin with, and two
+    assert len(experts) == 3 * len(view.parts.experts) > 0  # a step to begin with, and two
     assert {_kind_of(each) for each in experts if each.cpu_parent is not None} == {"products"}
     assert not any("run" in vars(part) for part in view.parts.experts)
 
