@@ -34,6 +34,7 @@ from meshnet_gateway.recovery import (
     Replay,
 )
 from meshnet_node.cache_store import SessionKey, StoreLimits
+from meshnet_node.frame_terms import check_terms
 from meshnet_node.hop_service import HopService
 from recovery_runs import COUNT, PROMPT, late_once, run
 from tiny_models import save_tiny
@@ -83,7 +84,7 @@ async def test_a_replayed_position_is_refused_out_of_place(llama: Path) -> None:
                 for changes in ({"sample": 0}, {"position": 3}, {"seq_len": 2}):
                     values = {name: getattr(frame, name) for name in Frame.__slots__} | changes
                     with pytest.raises(BadFrameError) as caught:
-                        session.check(Frame(**values))
+                        check_terms(session, Frame(**values))
                     refused.append(caught.value.message)
 
         mesh.transport.on_forward = twist
