@@ -119,11 +119,11 @@ class NativeDelta:
         return (slot,) * seq_len if self.takes(slot) else ()
 
     def takes(self, slot: Any) -> bool:
-        """Whether it holds state as the kernel reads it; one that holds none yet gets the state before any position."""
+        """Whether it holds state as the kernel reads it, or none yet."""
         if type(slot) is not LinearAttentionLayer or slot.record_past:
             return False
         if not slot.has_previous_state[0]:
-            self._begin(slot)
+            return True
         columns, state, at = slot.conv_states[0], slot.recurrent_states[0], self._shape
         return (
             columns is not None
@@ -136,6 +136,7 @@ class NativeDelta:
         )
 
     def _begin(self, slot: Any) -> None:
+        """Give it the state before any position."""
         at = self._shape
         columns = torch.zeros(1, *self._conv.shape, dtype=torch.bfloat16)
         slot.lazy_initialization(conv_states=columns, conv_kernel_size=at.taps)
@@ -147,6 +148,8 @@ class NativeDelta:
         given = [each.contiguous() for each in self._projected(hidden)]
         if any(each.dtype is not torch.bfloat16 for each in given):
             raise TypeError(f"a native rule is in bfloat16, not in {', '.join(str(each.dtype) for each in given)}")
+        if not slots[0].has_previous_state[0]:  # a session's first frame, which none shares
+            self._begin(slots[0])
         out = torch.empty(*hidden.shape[:2], self._shape.heads * self._shape.width, dtype=torch.bfloat16)
         kept = array("q")
         for slot in slots:
