@@ -57,9 +57,13 @@ def attend(
     batch, heads, count, width = query.shape
     sharing = heads // key.shape[1]
     plain = not any(option is not None for option in map(options.get, _REFUSED))
-    if plain and count > 1 and _goes_by_products(module, query, key, attention_mask, dropout, options):
-        scaling = width**-0.5 if scaling is None else scaling
-        return chunk_attention.attend_chunk(query, key, value, attention_mask, scaling), None
+    if plain and count > 1 and _sees_no_later(module, attention_mask, dropout, options):
+        factor = width**-0.5 if scaling is None else scaling
+        of_chunk = getattr(module, "of_chunk", None)
+        if of_chunk is not None and (out := of_chunk(query, key, value, attention_mask, factor)) is not None:
+            return out, None
+        if _products_gain() and chunk_attention.suits(query, key, attention_mask):
+            return chunk_attention.attend_chunk(query, key, value, attention_mask, factor), None
     together = attention_mask is None if count == 1 else _is_shared(attention_mask, sharing)
     if not (plain and together):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
@@ -75,18 +79,11 @@ def attend(
     return found.transpose(1, 2).contiguous(), None
 
 
-def _goes_by_products(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    options: dict[str, Any],
-) -> bool:
-    """Whether a chunk is for :mod:`meshnet_node.chunk_attention`: by its form, and on this CPU."""
+def _sees_no_later(module: torch.nn.Module, mask: torch.Tensor | None, dropout: float, options: dict[str, Any]) -> bool:
+    """Whether a chunk's queries see what a mask says, or where there is none, nothing after them; and all of it."""
     is_causal = options.get("is_causal")
-    sees_no_later = mask is not None or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    return bool(sees_no_later) and not dropout and _products_gain() and chunk_attention.suits(query, key, mask)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return not dropout and (mask is not None or bool(causal))
 
 
 def _products_gain() -> bool:

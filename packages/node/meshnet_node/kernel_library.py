@@ -1,4 +1,4 @@
-"""The functions of a library that was built of ``step_kernels.c``, and the shapes that they are told.
+"""The functions of a library that was built of our C sources, and the shapes that they are told.
 
 Knows tensors' addresses, no tensors, no modules and no compiler.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ MOST_SHARING = 4
 """Rows that a matrix is read for at once."""
 COLUMN = 64
 """Outputs whose weights lie together in a matrix in columns."""
+_VECTOR, _MOST_BLOCK = 16, 768
 
 
 class AttentionShape(ctypes.Structure):
@@ -60,6 +62,43 @@ class MixtureShape(ctypes.Structure):
     )
 
 
+class MatrixShape(ctypes.Structure):
+    """What a matrix is to :meth:`StepKernels.product`; held by whoever passes its address.
+
+    ``weight``: address of ``[out, in]`` in columns, ``bias``: of ``[out]``, or None; ``way``: one of
+    :class:`ProductWay`, which says of what dtype all are.
+    """
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "bias")),
+        *((name, c_int) for name in ("inputs", "out", "way")),
+    )
+
+
+class ProductWay(IntEnum):
+    """How chunks' rows are multiplied: in float32, or in bfloat16 that is widened to it, or two by two."""
+
+    FLOATS = 0
+    WIDENED = 1
+    PAIRS = 2
+
+
+class ChunkShape(ctypes.Structure):
+    """What a chunk's attention is to :meth:`StepKernels.attend_chunk`.
+
+    Addresses of queries, keys, values and what comes out, ``[count, heads, width]``; strides in values: of queries from
+    position to position and from head to head, of keys and of values from head to head, whose positions lie together.
+    ``way``: :attr:`ProductWay.FLOATS`, or else bfloat16.
+    """
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query", "keys", "values", "out")),
+        *((name, c_int64) for name in ("query_stride", "query_head_stride", "key_stride", "value_stride")),
+        *((name, c_int) for name in ("heads", "key_heads", "width", "positions", "count", "way")),
+        ("scaling", c_float),
+    )
+
+
 class StepKernels:
     """The functions of one library. Arguments are addresses of dense bfloat16 tensors, unless it says otherwise.
 
@@ -89,6 +128,14 @@ class StepKernels:
             ``x`` and ``out`` ``[rows, hidden]``; ``chosen`` int64 and ``weights`` float32 ``[rows, k]``; an expert
             behind the last one gives nothing. ``room``: for ``MOST_SHARING * (2 * inner + hidden)`` values, ``made``:
             float32 ``[rows, k, hidden]``. Other threads may run meanwhile.
+        product: ``(shape, rows, x, out, room, threads, parallel)``: ``x`` ``[rows, in]`` by a matrix whose ``in`` is a
+            multiple of 4, and ``out`` of ``COLUMN``. ``room``: for :meth:`product_room` float32, at a multiple of 64
+            bytes; ``parallel``: for more threads than one, the address of libgomp's ``GOMP_parallel``. Other threads
+            may run meanwhile.
+        product_ways: the ways that this CPU has; with none there is no `attend_chunk` either.
+        attend_chunk: ``(shape, room, threads, parallel)``: each of ``count`` queries' heads over the keys up to its
+            own, the last ``count`` of ``positions``; ``width`` is a multiple of ``COLUMN``. ``room``: for ``threads``
+            times :attr:`chunk_room` of the width, and ``parallel``, as for `product`. Other threads may run meanwhile.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,6 +152,17 @@ class StepKernels:
         self.attend_long = _bound(unlocked.meshnet_attend, *attended)
         self.delta = _bound(unlocked.meshnet_delta, POINTER(DeltaShape), n, p, p, p, p, p, p, p)
         self.experts = _bound(unlocked.meshnet_experts, POINTER(MixtureShape), n, p, p, p, p, p, p)
+        self.product = _bound(unlocked.meshnet_product, POINTER(MatrixShape), n, p, p, p, n, p)
+        self.attend_chunk = _bound(unlocked.meshnet_attend_chunk, POINTER(ChunkShape), p, n, p)
+        self.chunk_room = library.meshnet_attend_chunk_room
+        self.chunk_room.argtypes, self.chunk_room.restype = (n,), c_int64
+        self.product_ways = frozenset(list(ProductWay)[: library.meshnet_product_ways()])
+
+    @staticmethod
+    def product_room(shape: MatrixShape, rows: int, threads: int) -> int:
+        """Values of the room that a product takes."""
+        widened = -(-rows * shape.inputs // _VECTOR) * _VECTOR if shape.way == ProductWay.WIDENED else 0
+        return widened + threads * COLUMN * (_MOST_BLOCK + rows)
 
 
 def _bound(function: Any, *arguments: Any) -> Any:

@@ -8,6 +8,7 @@ way does it, so that bfloat16 results have the same bits. Knows modules only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from meshnet_node.column_layout import lies_in_columns
 from meshnet_node.packed_experts import EXPERT_WEIGHTS, is_packable
-from meshnet_node.packed_linear import is_worth_it, laid_out
+from meshnet_node.packed_linear import MANY_ROWS, is_worth_it, laid_out
 
 
 class LaidOutExperts(nn.Module):
@@ -28,7 +29,11 @@ class LaidOutExperts(nn.Module):
     Attributes:
         gate_up, down: each expert's matrices, in the library's layout.
         in_columns: whether that is :mod:`meshnet_node.column_layout`'s.
+        of_many: another product for many rows, ``[n, in]``, and one of the matrices; gives None for those that are none
+            of its.
     """
+
+    of_many: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -57,22 +62,26 @@ class LaidOutExperts(nn.Module):
         if not any(counts):
             return torch.zeros_like(hidden_states)
         rows = hidden_states[order // chosen]
-        gated = self.plain._apply_gate(_products(rows, self.gate_up, counts)).contiguous()
-        made = _products(gated, self.down, counts) * top_k_weights.reshape(-1)[order[: len(gated)], None]
+        gated = self.plain._apply_gate(self._products(rows, self.gate_up, counts)).contiguous()
+        made = self._products(gated, self.down, counts) * top_k_weights.reshape(-1)[order[: len(gated)], None]
         weighted = made.new_zeros(len(order), self.hidden) if len(made) < len(order) else torch.empty_like(made)
         weighted[order[: len(made)]] = made
         return weighted.view(positions, chosen, self.hidden).sum(dim=1).to(hidden_states.dtype)
 
+    def _products(self, rows: torch.Tensor, weights: nn.ParameterList, counts: list[int]) -> torch.Tensor:
+        """Of each expert's rows, which lie one after the other; rows behind the last expert's are left out."""
+        made, start = [], 0
+        for expert, count in enumerate(counts):
+            if count:
+                made.append(self._product(rows[start : start + count], weights[expert]))
+                start += count
+        return torch.cat(made) if len(made) != 1 else made[0]
 
-def _products(rows: torch.Tensor, weights: nn.ParameterList, counts: list[int]) -> torch.Tensor:
-    """Of each expert's rows, which lie one after the other; rows behind the last expert's are left out."""
-    product = torch.ops.mkldnn._linear_pointwise.default
-    made, start = [], 0
-    for expert, count in enumerate(counts):
-        if count:
-            made.append(product(rows[start : start + count], weights[expert], None, "none", [], ""))
-            start += count
-    return torch.cat(made) if len(made) != 1 else made[0]
+    def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self.of_many is not None and len(rows) >= MANY_ROWS and (found := self.of_many(rows, weight)) is not None:
+            return found
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, None, "none", [], "")
+        return product
 
 
 def lay_out_experts(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from meshnet_node.family_support import Family
 from meshnet_node.growing_cache import let_grow
 from meshnet_node.kernel_library import StepKernels
 from meshnet_node.layer_slicing import base_of, sliced
+from meshnet_node.native_chunks import NativeChunks, may_have_chunks
 from meshnet_node.native_parts import NativeParts, may_have_parts
 from meshnet_node.native_step import MOST_ROWS, NativeStep, native_step
 from meshnet_node.quick_layer import QuickLayer, are_quick, attention_of
@@ -65,6 +66,7 @@ class LayerView:
         native: likewise, where :attr:`step` does not, by frames of a few positions, and by steps of several sessions
             together.
         parts: of the layers that are native by themselves, whether or not :attr:`native` runs them.
+        chunks: what of a chunk's way is native.
         is_last: whether it projects to logits.
     """
 
@@ -74,6 +76,7 @@ class LayerView:
         self.step: StepTree | None = None
         self.native: NativeStep | None = None
         self.parts: NativeParts | None = None
+        self.chunks: NativeChunks | None = None
         self.model = sliced(shard, held, self.layers)
         self.config: PreTrainedConfig = self.model.config
         self._cancelled: Callable[[], bool] | None = None
@@ -117,7 +120,7 @@ class LayerView:
     @property
     def may_run_native(self) -> bool:
         """Whether :meth:`use_kernels` may do something."""
-        return self.may_step_native or may_have_parts(self._layers)
+        return self.may_step_native or may_have_parts(self._layers) or may_have_chunks(self._layers)
 
     @property
     def may_step_native(self) -> bool:
@@ -135,20 +138,25 @@ class LayerView:
 
     @property
     def part_failed(self) -> bool:
-        """Whether a frame raised in one of :attr:`parts`."""
-        return self.parts is not None and self.parts.failed
+        """Whether a frame raised in one of :attr:`parts` or :attr:`chunks`."""
+        return any(part is not None and part.failed for part in (self.parts, self.chunks))
 
     def use_kernels(self, kernels: StepKernels) -> None:
-        """Take steps through ``kernels`` from now on, or parts of them, where layers can be run so."""
+        """Take steps through ``kernels`` from now on, or parts of steps and chunks, where layers can be run so."""
         self.drop_kernels()
         if self.may_step_native:
             self.native = native_step(self._base, self._layers, self.new_cache(), kernels)
         if may_have_parts(self._layers):
             self.parts = NativeParts(self._layers, kernels)
+        if may_have_chunks(self._layers):
+            self.chunks = NativeChunks(self._layers, kernels)
 
     def drop_kernels(self) -> None:
-        """Take steps plainly again."""
+        """Take steps and chunks plainly again."""
         self.native = None
+        if self.chunks is not None:
+            self.chunks.leave()
+        self.chunks = None
         if self.parts is not None:
             self.parts.leave()
         self.parts = None
@@ -171,7 +179,7 @@ class LayerView:
             cache: what :meth:`new_cache` gave, filled with exactly ``position`` positions; None for the stateless path.
             sample: trailing positions to project to logits; 0 for none.
             cancelled: looked at before each layer.
-            plain: leave :attr:`step`, :attr:`native` and :attr:`parts` aside.
+            plain: leave :attr:`step`, :attr:`native`, :attr:`parts` and :attr:`chunks` aside.
 
         Returns:
             Hidden states ``[1, seq_len, hidden]`` if ``sample`` is 0, else logits ``[1, sample, vocab]``.
@@ -196,6 +204,8 @@ class LayerView:
         step = None
         if self.parts is not None:
             self.parts.turn(on=not plain and cache is not None)
+        if self.chunks is not None:
+            self.chunks.is_on = not plain and cache is not None
         if cache is not None and not plain and position > 0:
             if seq_len == 1 and self.step is not None and self.step.takes(cache):
                 step = self.step

@@ -16,7 +16,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from meshnet_node.column_layout import lies_in_columns
 from meshnet_node.device_choice import cpu_has_bfloat16
+
+MANY_ROWS = 18
+"""From here on, rows are for a module's ``of_many``, if it has one; fewer are a step's."""
 
 _LEAST_ELEMENTS = 1 << 14
 """Below, what a call costs outweighs the product."""
@@ -31,18 +35,28 @@ class PackedLinear(nn.Module):
     Args:
         weight: ``[out_features, in_features]``; the caller lets go of it.
         bias: ``[out_features]``, or None.
+
+    Attributes:
+        in_columns: whether the layout is :mod:`meshnet_node.column_layout`'s.
+        of_many: another product for many rows, ``[..., in_features]`` without gaps between them; gives None for those
+            that are none of its.
     """
+
+    of_many: Callable[[torch.Tensor], torch.Tensor | None] | None = None
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(laid_out(weight), requires_grad=False)
+        self.in_columns = _is_in_columns(self.weight, weight)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` -> ``[..., out_features]``."""
         if not inputs.is_contiguous():
             inputs = inputs.contiguous()  # the kernel reads rows as if they had no gaps between them
+        if self.of_many is not None and inputs.shape[-2] >= MANY_ROWS and (found := self.of_many(inputs)) is not None:
+            return found
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
         return product
 
@@ -62,6 +76,17 @@ def laid_out(weight: torch.Tensor) -> torch.Tensor:
     """A copy of ``weight``, ``[out_features, in_features]``, as oneDNN's product reads it; torch's own cannot."""
     laid: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _LAID_FOR)
     return laid
+
+
+_in_columns: dict[tuple[torch.dtype, torch.Size], bool] = {}
+
+
+def _is_in_columns(laid: torch.Tensor, weight: torch.Tensor) -> bool:
+    """The library chooses by dtype and shape, so one of each is looked at."""
+    kind = weight.dtype, weight.shape
+    if kind not in _in_columns:
+        _in_columns[kind] = lies_in_columns(laid, weight)
+    return _in_columns[kind]
 
 
 def can_pack(dtype: torch.dtype = torch.bfloat16) -> bool:

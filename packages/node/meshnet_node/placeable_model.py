@@ -16,6 +16,7 @@ from meshnet_node.device_choice import choose_device, choose_dtype, dtype_name
 from meshnet_node.family_support import check_split, config_of, cuts_of, family_of
 from meshnet_node.layer_slicing import base_of, prune
 from meshnet_node.native_parts import may_have_parts_once_loaded
+from meshnet_node.packed_linear import can_pack
 from meshnet_node.shard_loader import ShardPlan, empty_model
 from meshnet_node.weight_choice import keeps_packed
 
@@ -44,7 +45,8 @@ class PlaceableModel:
     Attributes:
         dtype: by name, and how weights will be held.
         device: where shards will be.
-        may_run_native: whether decode steps of its shards may be for the kernels of :mod:`meshnet_node.step_kernels`.
+        may_run_native: whether steps or chunks of its shards may be for the kernels of
+            :mod:`meshnet_node.step_kernels`.
 
     Raises:
         UnsupportedModelError: by name and reason.
@@ -63,8 +65,8 @@ class PlaceableModel:
         self._config = config
         self._family = family_of(config)
         self._empty = empty_model(config, chosen)
-        takes_part = self._family.quick or may_have_parts_once_loaded(base_of(self._empty).layers)
-        self.may_run_native = takes_part and self.device.type == "cpu" and chosen is torch.bfloat16
+        steps = self._family.quick or may_have_parts_once_loaded(base_of(self._empty).layers)
+        self.may_run_native = self.device.type == "cpu" and (can_pack(chosen) or (steps and chosen is torch.bfloat16))
 
     def facts(self, room_positions: int = ROOM_POSITIONS) -> ModelFacts:
         """Sizes in elements, and the cuts; room for so many positions of session state is kept for each layer."""

@@ -155,9 +155,12 @@ class QuickAttention(nn.Module):
         heads, key_heads, width: how many of queries and of keys, and how wide each is.
         turns: whether rope is applied.
         eps: of the norms of heads; None where there are none.
+        of_chunk: attention of several positions: queries, keys, values, mask, scaling; gives None for those that are
+            none of its, and else what :data:`Attend` gives first.
     """
 
     head_norm: torch.Tensor
+    of_chunk: Callable[..., torch.Tensor | None] | None = None
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -205,9 +208,12 @@ class QuickAttention(nn.Module):
         key, value = turned[:, :, queries:].transpose(1, 2), heads[:, :, turning:].transpose(1, 2)
         if cache is not None:
             key, value = cache.layers[self.layer_idx].update(key, value)
-        if attend is None:
-            attend = attention_of(self.config)
-        found, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling)
+        found = None
+        if count > 1 and self.of_chunk is not None:
+            found = self.of_chunk(query, key, value, attention_mask, self.scaling)
+        if found is None:
+            attend = attention_of(self.config) if attend is None else attend
+            found, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling)
         out: torch.Tensor = project_out(found.reshape(rows, count, -1))
         return out
 

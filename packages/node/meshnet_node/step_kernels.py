@@ -2,7 +2,8 @@
 
 A step's norms, rotations, attention and gates are some forty operations of torch a layer, each a few thousand values:
 most of their time is the way to them, through code that the weights have driven out of the caches. ``step_kernels.c``
-has them as functions, and experts' products of few rows. Built in some seconds, once for a processor and a compiler,
+has them as functions, and experts' products of few rows; ``chunk_products.c`` products of many, and
+``chunk_attention.c`` a chunk's attention. Built in some seconds, once for a processor and a compiler,
 and kept in the cache folder. Where there is no compiler, or what it made does not give what torch gives, there are
 none, and a step runs as before. Knows no tensors and no modules.
 """
@@ -15,6 +16,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,12 +30,15 @@ from meshnet_node.processor_name import processor_name
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("step_kernels.c")
-FLAGS = (
-    # The sums may be made in any order, as torch's are; all else is as the language has it.
-    *("-O3", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
-    *("-shared", "-fPIC"),
-)
+SOURCES = {
+    # Here sums may be made in any order, as torch's are; all else is as the language has it.
+    Path(__file__).with_name("step_kernels.c"): ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"),
+    Path(__file__).with_name("chunk_products.c"): (),
+    Path(__file__).with_name("chunk_attention.c"): (),
+}
+"""Each with flags of its own."""
+HEADERS = (Path(__file__).with_name("chunk_tile.h"),)
+FLAGS = ("-O3", "-fno-math-errno", "-fPIC")
 _NATIVE = ("-march=native", "-mcpu=native")  # the first that the compiler takes
 _COMPILERS = ("cc", "gcc", "clang")
 _BUILD_TIMEOUT_S = 60
@@ -101,7 +106,9 @@ def _built() -> tuple[Path, bool]:
         InvalidInputError: the cache folder cannot be written to.
     """
     command = compiler()
-    made_of = (SOURCE.read_bytes(), FLAGS, _NATIVE, command, Path(command[0]).stat().st_mtime_ns, processor_name())
+    sources = [(source.read_bytes(), flags) for source, flags in SOURCES.items()]
+    headers = [header.read_bytes() for header in HEADERS]
+    made_of = (sources, headers, FLAGS, _NATIVE, command, Path(command[0]).stat().st_mtime_ns, processor_name())
     target = default_cache_dir() / "kernels" / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.so"
     if target.is_file():
         return target, False
@@ -114,19 +121,32 @@ def _built() -> tuple[Path, bool]:
 
 
 def _build(command: list[str], target: Path) -> None:
-    said = ""
-    for native in _NATIVE:
-        ran = subprocess.run(  # noqa: S603 - the user's own compiler, and a file of ours
-            [*command, *FLAGS, native, str(SOURCE), "-o", str(target), "-lm"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_BUILD_TIMEOUT_S,
-            check=False,
-        )
-        if ran.returncode == 0 and target.is_file():
-            return
-        said = said or ran.stderr.strip()
-    raise UnsupportedModelError(
-        f"{' '.join(command)} cannot build them: {said.splitlines()[-1] if said else 'it says nothing'}"
+    complaints = []
+    with tempfile.TemporaryDirectory() as folder:
+        for native in _NATIVE:
+            complaint = _build_for([*command, *FLAGS, native], Path(folder), target)
+            if not complaint:
+                return
+            complaints.append(complaint)
+    raise UnsupportedModelError(f"{' '.join(command)} cannot build them: {complaints[0]}")
+
+
+def _build_for(command: list[str], folder: Path, target: Path) -> str:
+    """What the compiler complains of; nothing once ``target`` is there."""
+    objects = []
+    for source, flags in SOURCES.items():
+        objects.append(folder / f"{source.stem}.o")
+        if complaint := _run([*command, *flags, "-c", str(source), "-o", str(objects[-1])], objects[-1]):
+            return complaint
+    return _run([*command, "-shared", *map(str, objects), "-o", str(target), "-lm"], target)
+
+
+def _run(command: list[str], makes: Path) -> str:
+    """What it complains of; nothing if it has made what it should."""
+    ran = subprocess.run(  # noqa: S603 - the user's own compiler, and files of ours
+        command, capture_output=True, text=True, errors="replace", timeout=_BUILD_TIMEOUT_S, check=False
     )
+    if ran.returncode == 0 and makes.is_file():
+        return ""
+    lines = ran.stderr.strip().splitlines()
+    return lines[-1] if lines else "it says nothing"

@@ -9,11 +9,10 @@ the one ends its own, and the other's begins with its next product.
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable
 
-import torch
+from meshnet_node.openmp import gnu_openmp
 
 _PAUSE_SOFT = 1  # `omp_pause_soft`: what was set, the number of threads say, stays
 
@@ -53,10 +52,8 @@ def team_of(threads: int) -> ThreadTeam | None:
     """
     if threads == 1:
         return ThreadTeam()
-    if sys.platform != "linux":
-        return None
-    openmp = ctypes.CDLL(torch._C.__file__)  # a name is looked up in the libraries that this one is linked with, too
-    if hasattr(openmp, "__kmpc_fork_call") or not hasattr(openmp, "omp_pause_resource_all"):
+    openmp = gnu_openmp()
+    if openmp is None or not hasattr(openmp, "omp_pause_resource_all"):
         return None
     pause = openmp.omp_pause_resource_all
     pause.argtypes, pause.restype = [ctypes.c_int], ctypes.c_int

@@ -1,0 +1,124 @@
+/* Products of a chunk's rows with matrices in columns.
+
+       outputs 0-63      [ inputs 0-767 ][ inputs 768-  ]    a block stays in the core's second cache while all rows
+       64-127            [ ............ ][ ............ ]    go over it, six at a time, with their sums in registers
+
+   Meanwhile the next block is fetched from memory, so that its products need not wait for it. Built and called by step_kernels.py, which says
+   what the arguments are. */
+
+#include "chunk_tile.h"
+
+typedef struct {
+    const void *weight, *bias; /* in columns; bias may be null */
+    int in, out, way;          /* in: a multiple of 4; out: of 64 */
+} matrix;
+
+#ifdef __AVX512F__
+
+enum { MOST_BLOCK = 768 };
+
+typedef struct {
+    const matrix *of;
+    int rows, parts, taken;
+    const char *x;
+    char *out;
+    float *room; /* for each part: a block in float32, and the sums of all rows */
+} product;
+
+/* Pairs of a block, [inputs / 2][64][2], as float32, [inputs][64]. */
+static void widen_block(const char *block, int inputs, float *to) {
+    for (int pair = 0; pair < inputs / 2; pair++, block += 4 * COLUMN, to += 2 * COLUMN) {
+        uint32_t first[COLUMN], second[COLUMN];
+        memcpy(first, block, sizeof first);
+        for (int i = 0; i < COLUMN; i++) second[i] = first[i] & 0xffff0000u, first[i] <<= 16;
+        memcpy(to, first, sizeof first);
+        memcpy(to + COLUMN, second, sizeof second);
+    }
+}
+
+/* All rows by a block. */
+static inline __attribute__((always_inline)) void block_by(const int way, const product *job, const char *block, int start,
+                                                            int inputs, const float *first, float *sums,
+                                                            const char *ahead, int64_t ahead_bytes) {
+    int size = way == PAIRS ? 2 : 4, entries = inputs * size / 4, groups = (job->rows + ROWS - 1) / ROWS;
+    int64_t stride = (int64_t)job->of->in * size, lines = ahead_bytes / LINE, turns = entries / 2;
+    int fetched = (int)((lines + turns * groups - 1) / (turns * groups));
+    for (int group = 0; group < groups; group++) {
+        int row = (int)((int64_t)job->rows * group / groups), next = (int)((int64_t)job->rows * (group + 1) / groups);
+        const char *x = job->x + row * stride + (int64_t)start * size, *share = ahead + group * turns * fetched * LINE;
+        const float *from = start ? sums + (int64_t)row * COLUMN : first;
+#define TILE(COUNT) \
+    case COUNT: \
+        tile(COUNT, way, x, stride, block, entries, from, start ? COLUMN : 0, sums + (int64_t)row * COLUMN, COLUMN, \
+             share, share < ahead + ahead_bytes ? fetched : 0); \
+        break
+        switch (next - row) { TILE(1); TILE(2); TILE(3); TILE(4); TILE(5); TILE(6); }
+    }
+}
+
+/* 64 outputs of all rows. */
+static void panel(const product *job, int number, float *room) {
+    const matrix *of = job->of;
+    int size = of->way == FLOATS ? 4 : 2, blocks = (of->in + MOST_BLOCK - 1) / MOST_BLOCK;
+    int most = (of->in / blocks + 3) / 4 * 4;
+    int64_t bytes = (int64_t)of->in * COLUMN * size;
+    const char *weight = (const char *)of->weight + number * bytes, *end = (const char *)of->weight + of->out / COLUMN * bytes;
+    float *sums = room + COLUMN * MOST_BLOCK;
+    float first[COLUMN] __attribute__((aligned(LINE))) = {0};
+    if (of->bias)
+        for (int i = 0; i < COLUMN; i++)
+            first[i] = size == 4 ? ((const float *)of->bias)[number * COLUMN + i]
+                                 : wide(((const bf16 *)of->bias)[number * COLUMN + i]);
+    for (int start = 0, inputs; start < of->in; start += inputs) {
+        inputs = of->in - start < most ? of->in - start : most;
+        int64_t length = (int64_t)inputs * COLUMN * size;
+        const char *block = weight, *ahead = weight += length;
+        int64_t fetched = end - ahead < length ? end - ahead : length;
+        if (of->way == WIDENED) widen_block(block, inputs, room), block = (const char *)room;
+        switch (of->way) {
+        case FLOATS: block_by(FLOATS, job, block, start, inputs, first, sums, ahead, fetched); break;
+        case WIDENED: block_by(WIDENED, job, block, start, inputs, first, sums, ahead, fetched); break;
+        default: block_by(PAIRS, job, block, start, inputs, first, sums, ahead, fetched);
+        }
+    }
+    char *out = job->out + (int64_t)number * COLUMN * size;
+    for (int row = 0; row < job->rows; row++, sums += COLUMN, out += (int64_t)of->out * size)
+        if (size == 4)
+            memcpy(out, sums, COLUMN * sizeof(float));
+        else
+            for (int i = 0; i < COLUMN; i += VECTOR) narrow(sums + i, (bf16 *)(void *)out + i);
+}
+
+static void take_parts(void *data) {
+    product *job = data;
+    int panels = job->of->out / COLUMN;
+    for (int part; (part = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED)) < job->parts;) {
+        float *room = job->room + (int64_t)part * COLUMN * (MOST_BLOCK + job->rows);
+        for (int number = panels * part / job->parts; number < panels * (part + 1) / job->parts; number++)
+            panel(job, number, room);
+    }
+}
+
+/* `room` is aligned to 64 bytes: for rows * in values where they are widened, and rows + 768 times 64 for each thread. */
+void meshnet_product(const matrix *of, int rows, const void *x, void *out, float *room, int threads, parallel *run) {
+    product job = {of, rows, threads, 0, x, out, room};
+    if (of->way == WIDENED) {
+        int64_t count = (int64_t)rows * of->in;
+        for (int64_t i = 0; i < count; i++) room[i] = wide(((const bf16 *)x)[i]);
+        job.x = (const char *)room;
+        job.room += (count + VECTOR - 1) / VECTOR * VECTOR;
+    }
+    if (threads > 1)
+        run(take_parts, &job, (unsigned)threads, 0);
+    else
+        take_parts(&job);
+}
+
+int meshnet_product_ways(void) { return WAYS; }
+
+#else
+int meshnet_product_ways(void) { return 0; }
+void meshnet_product(const matrix *of, int rows, const void *x, void *out, float *room, int threads, parallel *run) {
+    (void)of, (void)rows, (void)x, (void)out, (void)room, (void)threads, (void)run;
+}
+#endif

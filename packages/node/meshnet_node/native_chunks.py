@@ -1,0 +1,101 @@
+"""What of a chunk's way through layers is C code, beside each module's own: products, and attention.
+
+A module's own stands where the kernels have no form for it, or are off. Knows which modules have one, and no frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshnet_node.chunk_room import ChunkRoom
+from meshnet_node.kernel_library import MatrixShape, StepKernels
+from meshnet_node.laid_out_experts import LaidOutExperts
+from meshnet_node.native_chunk_attention import NativeChunkAttention
+from meshnet_node.native_products import IN_STEP, matrix_shape, multiply, quickest_way
+from meshnet_node.packed_linear import PackedLinear
+
+OF_MANY, OF_CHUNK = "of_many", "of_chunk"
+"""The attributes of modules where kernels stand: for products, and for attention."""
+
+
+class NativeChunks:
+    """Of some layers. Not for two threads at once.
+
+    Args:
+        layers: that are looked through.
+        kernels: this machine's.
+
+    Attributes:
+        is_on: whether chunks are for them.
+        failed: whether one of their calls raised.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], kernels: StepKernels) -> None:
+        self.is_on, self.failed = True, False
+        self._kernels, self._room = kernels, ChunkRoom()
+        self._placed: list[tuple[nn.Module, str]] = []
+        attention = NativeChunkAttention(kernels, self._room)
+        for module in (module for layer in layers for module in layer.modules()):
+            if has_products(module):
+                self._place_products(module)
+            elif attends(module) and kernels.product_ways:
+                self._place(module, OF_CHUNK, attention.attend)
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    def leave(self) -> None:
+        """Let all modules run by themselves again."""
+        for module, name in self._placed:
+            delattr(module, name)
+        self._placed.clear()
+
+    def _place_products(self, module: Any) -> None:
+        is_linear = isinstance(module, PackedLinear)
+        way = quickest_way(self._kernels, module.weight.dtype if is_linear else torch.bfloat16)
+        if way is None:
+            return
+        if is_linear:
+            self._place(module, OF_MANY, partial(self._multiply, matrix_shape(module.weight, module.bias, way)))
+            return
+        shapes = {id(each): matrix_shape(each, None, way) for each in (*module.gate_up, *module.down)}
+        self._place(module, OF_MANY, lambda inputs, weight: self._multiply(shapes[id(weight)], inputs))
+
+    def _multiply(self, shape: MatrixShape, inputs: torch.Tensor) -> torch.Tensor | None:
+        return multiply(self._kernels, self._room, shape, inputs)
+
+    def _place(self, module: nn.Module, name: str, call: Callable[..., torch.Tensor | None]) -> None:
+        setattr(module, name, partial(self._guarded, call))
+        self._placed.append((module, name))
+
+    def _guarded(self, call: Callable[..., torch.Tensor | None], *arguments: Any) -> torch.Tensor | None:
+        if not self.is_on:
+            return None
+        try:
+            return call(*arguments)
+        except BaseException:
+            self.failed = True
+            raise
+
+
+def has_products(module: nn.Module) -> bool:
+    """Whether a module's weights are of the kernel's form."""
+    if isinstance(module, PackedLinear):
+        return module.in_columns and module.in_features % IN_STEP == 0
+    return isinstance(module, LaidOutExperts) and module.in_columns and module.hidden % IN_STEP == 0
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether it is attention that looks for a kernel: of a quick layer, or what transformers' functions take."""
+    return hasattr(module, "num_key_value_groups") and bool(getattr(module, "is_causal", False))
+
+
+def may_have_chunks(layers: Iterable[nn.Module]) -> bool:
+    """Whether :class:`NativeChunks` may find any."""
+    modules = (module for layer in layers for module in layer.modules())
+    return any(has_products(module) or attends(module) for module in modules)

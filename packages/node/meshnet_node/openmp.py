@@ -1,0 +1,29 @@
+"""The OpenMP that torch computes with, where it is GNU's. Knows no lanes, no shards."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def gnu_openmp() -> Any:
+    """The library, or None where torch's OpenMP is another, or a system's whose libraries are not looked through here.
+
+    Whoever calls its functions shares torch's team of threads instead of having one beside it.
+    """
+    if sys.platform != "linux":
+        return None
+    openmp = ctypes.CDLL(torch._C.__file__)  # a name is looked up in the libraries that this one is linked with, too
+    return None if hasattr(openmp, "__kmpc_fork_call") or not hasattr(openmp, "GOMP_parallel") else openmp
+
+
+@cache
+def parallel_address() -> int | None:
+    """Of the function that runs a part of some work in each thread of the calling thread's team; None if unknown."""
+    openmp = gnu_openmp()
+    return None if openmp is None else ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value
