@@ -1,7 +1,7 @@
 /* Products of a chunk's rows with matrices in columns.
 
-       outputs 0-63      [ inputs 0-767 ][ inputs 768-  ]    a block stays in the core's second cache while all rows
-       64-127            [ ............ ][ ............ ]    go over it, six at a time, with their sums in registers
+       outputs 0-63      [ inputs 0-95 ][ 96-191 ][ ... ]    a block stays in the core's first cache while all rows go
+       64-127            [ ........... ][ ...... ][ ... ]    over it, six at a time, with their sums in registers
 
    Meanwhile the next block is fetched from memory, so that its products need not wait for it. Built and called by step_kernels.py, which says
    what the arguments are. */
@@ -15,7 +15,7 @@ typedef struct {
 
 #ifdef __AVX512F__
 
-enum { MOST_BLOCK = 768 };
+enum { MOST_BLOCK = 96 };
 
 typedef struct {
     const matrix *of;

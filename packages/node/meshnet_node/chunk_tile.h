@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <string.h>
 
-typedef void parallel(void (*part)(void *), void *data, unsigned threads, unsigned flags); /* libgomp's GOMP_parallel */
+#include "parallel.h"
 
 enum { FLOATS, WIDENED, PAIRS }; /* of float32; of bfloat16, widened to float32, or multiplied two by two */
 

@@ -17,7 +17,7 @@ MOST_SHARING = 4
 """Rows that a matrix is read for at once."""
 COLUMN = 64
 """Outputs whose weights lie together in a matrix in columns."""
-_VECTOR, _MOST_BLOCK = 16, 768
+_VECTOR, _MOST_BLOCK = 16, 96
 
 
 class AttentionShape(ctypes.Structure):
@@ -136,6 +136,13 @@ class StepKernels:
         attend_chunk: ``(shape, room, threads, parallel)``: each of ``count`` queries' heads over the keys up to its
             own, the last ``count`` of ``positions``; ``width`` is a multiple of ``COLUMN``. ``room``: for ``threads``
             times :attr:`chunk_room` of the width, and ``parallel``, as for `product`. Other threads may run meanwhile.
+        chunk_add_norm: ``(is_float, x, other, weight, out, rows, width, eps, threads, parallel)``: ``x += other``,
+            unless that is None, and the norm of it, unless ``weight`` is. Here and below of float32 tensors, where
+            ``is_float`` says so; and other threads may run meanwhile.
+        chunk_silu_mul: ``(is_float, gate_up, out, rows, width, threads, parallel)``, as `silu_mul`.
+        chunk_take_in: ``(shape, is_float, rows, qkv, cosines, sines, keys, values, key_stride, value_stride, before,
+            threads, parallel)``: what `attend` begins with, for rows of which ``before`` positions come before the
+            first; cosines and sines ``[rows, width]``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -154,6 +161,10 @@ class StepKernels:
         self.experts = _bound(unlocked.meshnet_experts, POINTER(MixtureShape), n, p, p, p, p, p, p)
         self.product = _bound(unlocked.meshnet_product, POINTER(MatrixShape), n, p, p, p, n, p)
         self.attend_chunk = _bound(unlocked.meshnet_attend_chunk, POINTER(ChunkShape), p, n, p)
+        self.chunk_add_norm = _bound(unlocked.meshnet_chunk_add_norm, n, p, p, p, p, n, n, f, n, p)
+        self.chunk_silu_mul = _bound(unlocked.meshnet_chunk_silu_mul, n, p, p, n, n, n, p)
+        taken_in = (POINTER(AttentionShape), n, n, p, p, p, p, p, c_int64, c_int64, c_int64, n, p)
+        self.chunk_take_in = _bound(unlocked.meshnet_chunk_take_in, *taken_in)
         self.chunk_room = library.meshnet_attend_chunk_room
         self.chunk_room.argtypes, self.chunk_room.restype = (n,), c_int64
         self.product_ways = frozenset(list(ProductWay)[: library.meshnet_product_ways()])

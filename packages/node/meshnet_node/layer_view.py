@@ -14,11 +14,13 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from meshnet_core.layer_range import LayerRange
+from meshnet_node.chunk_room import ChunkRoom
 from meshnet_node.cpu_attention import STEP_ATTENTION, use_cpu_attention
 from meshnet_node.family_support import Family
 from meshnet_node.growing_cache import let_grow
 from meshnet_node.kernel_library import StepKernels
 from meshnet_node.layer_slicing import base_of, sliced
+from meshnet_node.native_chunk import NativeChunk, native_chunk
 from meshnet_node.native_chunks import NativeChunks, may_have_chunks
 from meshnet_node.native_parts import NativeParts, may_have_parts
 from meshnet_node.native_step import MOST_ROWS, NativeStep, native_step
@@ -66,7 +68,8 @@ class LayerView:
         native: likewise, where :attr:`step` does not, by frames of a few positions, and by steps of several sessions
             together.
         parts: of the layers that are native by themselves, whether or not :attr:`native` runs them.
-        chunks: what of a chunk's way is native.
+        chunks: what of a chunk's way is native by itself.
+        chunk: taken, where it is there, by frames of more positions than :attr:`native` takes.
         is_last: whether it projects to logits.
     """
 
@@ -77,6 +80,7 @@ class LayerView:
         self.native: NativeStep | None = None
         self.parts: NativeParts | None = None
         self.chunks: NativeChunks | None = None
+        self.chunk: NativeChunk | None = None
         self.model = sliced(shard, held, self.layers)
         self.config: PreTrainedConfig = self.model.config
         self._cancelled: Callable[[], bool] | None = None
@@ -138,8 +142,8 @@ class LayerView:
 
     @property
     def part_failed(self) -> bool:
-        """Whether a frame raised in one of :attr:`parts` or :attr:`chunks`."""
-        return any(part is not None and part.failed for part in (self.parts, self.chunks))
+        """Whether a frame raised in one of :attr:`parts` or :attr:`chunks`, or in :attr:`chunk`."""
+        return any(part is not None and part.failed for part in (self.parts, self.chunks, self.chunk))
 
     def use_kernels(self, kernels: StepKernels) -> None:
         """Take steps through ``kernels`` from now on, or parts of steps and chunks, where layers can be run so."""
@@ -149,7 +153,10 @@ class LayerView:
         if may_have_parts(self._layers):
             self.parts = NativeParts(self._layers, kernels)
         if may_have_chunks(self._layers):
-            self.chunks = NativeChunks(self._layers, kernels)
+            room = ChunkRoom()
+            self.chunks = NativeChunks(self._layers, kernels, room)
+            if self._is_quick:
+                self.chunk = native_chunk(self._base, self._layers, self.new_cache(), kernels, room)
 
     def drop_kernels(self) -> None:
         """Take steps and chunks plainly again."""
@@ -179,7 +186,7 @@ class LayerView:
             cache: what :meth:`new_cache` gave, filled with exactly ``position`` positions; None for the stateless path.
             sample: trailing positions to project to logits; 0 for none.
             cancelled: looked at before each layer.
-            plain: leave :attr:`step`, :attr:`native`, :attr:`parts` and :attr:`chunks` aside.
+            plain: leave aside whatever is not the model's own or quick layers.
 
         Returns:
             Hidden states ``[1, seq_len, hidden]`` if ``sample`` is 0, else logits ``[1, sample, vocab]``.
@@ -214,6 +221,10 @@ class LayerView:
                 rows = inputs.transpose(0, 1)  # each position sees those before it in the session's own slots
                 found = self._run_native(native, rows, at, [cache] * seq_len, sample, cancelled)
                 return found.transpose(0, 1)
+        if cache is not None and not plain and seq_len > MOST_ROWS and self.chunk is not None:
+            out = self._run_chunk(self.chunk, inputs, position, cache, sample, cancelled)
+            if out is not None:
+                return out
         positions = torch.arange(position, position + seq_len, device=inputs.device).unsqueeze(0)
         return self._run(inputs, positions, self._masks(seq_len), cache, sample, cancelled, step)
 
@@ -325,6 +336,22 @@ class LayerView:
                 return hidden
             logits: torch.Tensor = self.model.lm_head(hidden[-sample:])
             return logits.reshape(sample, 1, logits.shape[-1])
+        finally:
+            self._cancelled = None
+
+    def _run_chunk(
+        self,
+        chunk: NativeChunk,
+        inputs: torch.Tensor,
+        position: int,
+        cache: DynamicCache,
+        sample: int,
+        cancelled: Callable[[], bool],
+    ) -> torch.Tensor | None:
+        self._cancelled = cancelled
+        try:
+            hidden = chunk.run(inputs, position, cache, self.look_at_cancel)
+            return self.model.lm_head(hidden[:, -sample:]) if sample and hidden is not None else hidden
         finally:
             self._cancelled = None
 

@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-from meshnet_node.chunk_room import ChunkRoom, team_here
+from meshnet_node.chunk_room import ChunkRoom, Team, team_here
 from meshnet_node.kernel_library import COLUMN, ChunkShape, ProductWay, StepKernels
 
 _WIDEST = 256
@@ -35,27 +35,25 @@ class NativeChunkAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
     ) -> torch.Tensor | None:
         """As :func:`~meshnet_node.chunk_attention.attend_chunk`, or None for a form that the kernel has not."""
-        heads, count, width = query.shape[1:]
-        key_heads, positions = key.shape[1:3]
-        if not self._suits(query, key, value) or not self._sees_all_before(mask, count, positions):
+        count, positions = query.shape[2], key.shape[2]
+        if not _suits(query, key, value) or not self._sees_all_before(mask, count, positions):
             return None
-        if (team := team_here()) is None:
-            return None
+        team = team_here()
+        return None if team is None else self.attend_all(query, key, value, scaling, team)
+
+    def attend_all(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, team: Team
+    ) -> torch.Tensor:
+        """The same, of a form that the kernel has; each position sees all that does not come after it."""
+        _, heads, count, width = query.shape
         out = query.new_empty(1, count, heads, width)
-        strides = (query.stride(2), query.stride(1), key.stride(1), value.stride(1))
         addresses = (each.data_ptr() for each in (query, key, value, out))
-        shape = ChunkShape(*addresses, *strides, heads, key_heads, width, positions, count, _WAYS[query.dtype], scaling)
+        strides = (query.stride(2), query.stride(1), key.stride(1), value.stride(1))
+        sizes = (heads, key.shape[1], width, key.shape[2], count)
+        shape = ChunkShape(*addresses, *strides, *sizes, _WAYS[query.dtype], scaling)
         at = self._room.at(team.threads * self._kernels.chunk_room(width))
         self._kernels.attend_chunk(shape, at, *team)
         return out
-
-    def _suits(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        batch, heads, _, width = query.shape
-        sharing, left = divmod(heads, key.shape[1])
-        in_reach = width % COLUMN == 0 and width <= _WIDEST and not left and sharing <= _MOST_SHARING
-        alike = query.dtype is key.dtype is value.dtype and query.dtype in _WAYS and key.shape == value.shape
-        dense = query.stride(3) == 1 and all(each.stride()[2:] == (width, 1) for each in (key, value))
-        return batch == 1 and in_reach and alike and dense and key.shape[3] == width
 
     def _sees_all_before(self, mask: torch.Tensor | None, count: int, positions: int) -> bool:
         """Whether each query sees all that does not come after it. Looked at once for the layers that share a mask."""
@@ -73,3 +71,16 @@ class NativeChunkAttention:
             return False
         self._seen = weakref.ref(mask)
         return True
+
+
+def has_kernel(heads: int, key_heads: int, width: int) -> bool:
+    """Whether the kernel has heads of these numbers and this width."""
+    sharing, left = divmod(heads, key_heads)
+    return width % COLUMN == 0 and width <= _WIDEST and not left and sharing <= _MOST_SHARING
+
+
+def _suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    batch, heads, _, width = query.shape
+    alike = query.dtype is key.dtype is value.dtype and query.dtype in _WAYS and key.shape == value.shape
+    dense = query.stride(3) == 1 and all(each.stride()[2:] == (width, 1) for each in (key, value))
+    return batch == 1 and alike and dense and key.shape[3] == width and has_kernel(heads, key.shape[1], width)

@@ -29,17 +29,18 @@ class NativeChunks:
     Args:
         layers: that are looked through.
         kernels: this machine's.
+        room: that others use in between.
 
     Attributes:
         is_on: whether chunks are for them.
         failed: whether one of their calls raised.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], kernels: StepKernels) -> None:
+    def __init__(self, layers: Iterable[nn.Module], kernels: StepKernels, room: ChunkRoom) -> None:
         self.is_on, self.failed = True, False
-        self._kernels, self._room = kernels, ChunkRoom()
+        self._kernels, self._room = kernels, room
         self._placed: list[tuple[nn.Module, str]] = []
-        attention = NativeChunkAttention(kernels, self._room)
+        attention = NativeChunkAttention(kernels, room)
         for module in (module for layer in layers for module in layer.modules()):
             if has_products(module):
                 self._place_products(module)

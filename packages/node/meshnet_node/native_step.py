@@ -63,7 +63,7 @@ def _can_run(layer: QuickLayer) -> bool:
 
 def _shape_of(layer: QuickLayer) -> RoomShape:
     mlp: Any = layer.mlp
-    gated = int(mlp.down_proj.in_features) if _is_gated(mlp) else 0
+    gated = int(mlp.down_proj.in_features) if is_gated(mlp) else 0
     return RoomShape(layer.input_layernorm.weight.numel(), layer.self_attn.heads * layer.self_attn.width, gated)
 
 
@@ -71,8 +71,8 @@ def _gated_widths(layers: Sequence[QuickLayer]) -> set[int]:
     return {_shape_of(layer).gated for layer in layers} - {0}
 
 
-def _is_gated(mlp: nn.Module) -> bool:
-    """Whether it is ``down(silu(gate(x)) * up(x))``; whatever else stands there is called as it is."""
+def is_gated(mlp: nn.Module) -> bool:
+    """Whether an MLP is ``down(silu(gate(x)) * up(x))``; whatever else stands there is called as it is."""
     if not isinstance(mlp, QuickMlp):
         return False
     act = mlp.act_fn
@@ -164,7 +164,7 @@ class _NativeLayer:
         self._project, self._project_out = product_of(attention.qkv_proj), product_of(attention.o_proj)
         self._mlp: Product = _as_rows(mlp)
         self._project_gates: Product | None = None
-        if isinstance(mlp, QuickMlp) and _is_gated(mlp):
+        if isinstance(mlp, QuickMlp) and is_gated(mlp):
             self._project_gates, self._mlp = product_of(mlp.gate_up_proj), product_of(mlp.down_proj)
 
     def run(

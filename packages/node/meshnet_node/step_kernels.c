@@ -5,66 +5,21 @@
    neighbour. A row's work fits into a core's caches, but for experts' weights, which are read as quickly by one thread
    as memory gives them; so one thread does it. Built and called by step_kernels.py, which says what the arguments are. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "row_values.h"
 
 enum { MOST_HEADS = 4, MOST_WIDTH = 512 };
 
-typedef uint16_t bf16;
-
-static inline float wide(bf16 value) {
-    uint32_t bits = (uint32_t)value << 16;
-    float out;
-    memcpy(&out, &bits, 4);
-    return out;
-}
-
-static inline bf16 narrow(float value) { /* to nearest, ties to even; what is no number stays none */
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (bf16)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
-static inline float rounded(float value) { return wide(narrow(value)); }
-
-/* e^x as Cephes' expf has it (https://www.netlib.org/cephes/): 2^n times a polynomial, without a branch. */
-static inline float exponential(float x) {
-    x = x > 88.0f ? 88.0f : x;
-    x = x < -87.0f ? -87.0f : x;
-    float n = floorf(x * 1.44269504f + 0.5f);
-    x -= n * 0.693359375f;
-    x -= n * -2.12194440e-4f;
-    float y = 1.9875691500e-4f;
-    y = y * x + 1.3981999507e-3f;
-    y = y * x + 8.3334519073e-3f;
-    y = y * x + 4.1665795894e-2f;
-    y = y * x + 1.6666665459e-1f;
-    y = y * x + 5.0000001201e-1f;
-    y = y * x * x + x + 1.0f;
-    int32_t bits = ((int32_t)n + 127) << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    return y * power;
-}
-
-static inline float silu(float x) { return x / (1.0f + exponential(-x)); }
-
-static inline void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int width, float eps) {
-    float sum = 0.0f;
-    for (int i = 0; i < width; i++) sum += wide(x[i]) * wide(x[i]);
-    float scale = 1.0f / sqrtf(sum / (float)width + eps);
-    for (int i = 0; i < width; i++) out[i] = narrow(rounded(wide(x[i]) * scale) * wide(weight[i]));
-}
+#define REAL bf16
+#define OF(name) name
+#define WIDE wide
+#define NARROW narrow
+#include "row_ops.h"
 
 void meshnet_norm(const bf16 *x, const bf16 *weight, bf16 *out, int rows, int width, float eps) {
     for (int row = 0; row < rows; row++, x += width, out += width) norm_row(x, weight, out, width, eps);
 }
 
-void meshnet_add(bf16 *x, const bf16 *other, int count) {
-    for (int i = 0; i < count; i++) x[i] = narrow(wide(x[i]) + wide(other[i]));
-}
+void meshnet_add(bf16 *x, const bf16 *other, int count) { add_row(x, other, count); }
 
 void meshnet_add_norm(bf16 *x, const bf16 *other, const bf16 *weight, bf16 *out, int rows, int width, float eps) {
     meshnet_add(x, other, rows * width);
@@ -72,42 +27,8 @@ void meshnet_add_norm(bf16 *x, const bf16 *other, const bf16 *weight, bf16 *out,
 }
 
 void meshnet_silu_mul(const bf16 *gate_up, bf16 *out, int rows, int width) {
-    for (int row = 0; row < rows; row++, gate_up += 2 * width, out += width) {
-        const bf16 *gate = gate_up, *up = gate_up + width;
-        for (int i = 0; i < width; i++) out[i] = narrow(rounded(silu(wide(gate[i]))) * wide(up[i]));
-    }
-}
-
-typedef struct {
-    const bf16 *head_norm; /* [heads + key_heads, width], or null */
-    int heads, key_heads, width, turns;
-    float scaling, eps;
-} attention;
-
-static void turn_head(bf16 *head, const bf16 *cosines, const bf16 *sines, int width) {
-    int half = width / 2;
-    for (int i = 0; i < half; i++) {
-        float first = wide(head[i]), second = wide(head[i + half]);
-        head[i] = narrow(rounded(first * wide(cosines[i])) + rounded(second * wide(sines[i])));
-        head[i + half] = narrow(rounded(second * wide(cosines[i + half])) + rounded(first * wide(sines[i + half])));
-    }
-}
-
-/* Norms and turns queries and keys where they are, and writes keys and values to the last position of their slot. */
-static void take_in(const attention *at, bf16 *qkv, const bf16 *cosines, const bf16 *sines, bf16 *keys, bf16 *values,
-                    int64_t key_stride, int64_t value_stride, int positions) {
-    int width = at->width, turning = at->heads + at->key_heads;
-    for (int head = 0; head < turning; head++) {
-        bf16 *own = qkv + (int64_t)head * width;
-        if (at->head_norm) norm_row(own, at->head_norm + (int64_t)head * width, own, width, at->eps);
-        if (at->turns) turn_head(own, cosines, sines, width);
-    }
-    const bf16 *key = qkv + (int64_t)at->heads * width, *value = key + (int64_t)at->key_heads * width;
-    int64_t last = (int64_t)(positions - 1) * width;
-    for (int head = 0; head < at->key_heads; head++) {
-        memcpy(keys + head * key_stride + last, key + (int64_t)head * width, (size_t)width * sizeof(bf16));
-        memcpy(values + head * value_stride + last, value + (int64_t)head * width, (size_t)width * sizeof(bf16));
-    }
+    for (int row = 0; row < rows; row++, gate_up += 2 * width, out += width)
+        silu_mul_row(gate_up, gate_up + width, out, width);
 }
 
 /* `count` heads that share keys and values: softmax over their scores, and the values weighted by it. What is read of a

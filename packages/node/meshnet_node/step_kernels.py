@@ -30,14 +30,17 @@ from meshnet_node.processor_name import processor_name
 
 logger = logging.getLogger(__name__)
 
+_HERE = Path(__file__).parent
+# Here sums may be made in any order, as torch's are; all else is as the language has it.
+_IN_ANY_ORDER = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math")
 SOURCES = {
-    # Here sums may be made in any order, as torch's are; all else is as the language has it.
-    Path(__file__).with_name("step_kernels.c"): ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"),
-    Path(__file__).with_name("chunk_products.c"): (),
-    Path(__file__).with_name("chunk_attention.c"): (),
+    _HERE / "step_kernels.c": _IN_ANY_ORDER,
+    _HERE / "chunk_rows.c": _IN_ANY_ORDER,
+    _HERE / "chunk_products.c": (),
+    _HERE / "chunk_attention.c": (),
 }
 """Each with flags of its own."""
-HEADERS = (Path(__file__).with_name("chunk_tile.h"),)
+HEADERS = tuple(_HERE / name for name in ("parallel.h", "row_values.h", "row_ops.h", "chunk_tile.h"))
 FLAGS = ("-O3", "-fno-math-errno", "-fPIC")
 _NATIVE = ("-march=native", "-mcpu=native")  # the first that the compiler takes
 _COMPILERS = ("cc", "gcc", "clang")
