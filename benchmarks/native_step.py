@@ -85,11 +85,12 @@ class Shards:
 
     Args:
         shards: in order, without kernels of their own.
-        kernels: for native steps.
+        kernels: for what is native.
+        dtype: that they compute in.
     """
 
-    def __init__(self, shards: Sequence[TorchModelShard], kernels: StepKernels) -> None:
-        self._shards, self._kernels = shards, kernels
+    def __init__(self, shards: Sequence[TorchModelShard], kernels: StepKernels, dtype: str = DTYPE) -> None:
+        self._shards, self._kernels, self._dtype = shards, kernels, dtype
         self._states: list[list[SessionState]] = []
         self._position = 0
 
@@ -121,13 +122,18 @@ class Shards:
         self._run(self._states, 1, sample=1)
         self._position += 1
 
+    def chunk(self, count: int) -> None:
+        """So many positions of the first session."""
+        self._run(self._states[:1], count, sample=0)
+        self._position += count
+
     def _run(self, sessions: Sequence[list[SessionState]], count: int, sample: int) -> None:
         from meshnet_node.shard_work import ShardWork  # noqa: PLC0415 - brings torch
 
         bodies: list[bytes | memoryview] = [struct.pack(f"<{count}i", *[TOKEN] * count)] * len(sessions)
         for number, shard in enumerate(self._shards):
             works = [
-                ShardWork(shard.layers.start, states[number], self._position, count, body, DTYPE, sample)
+                ShardWork(shard.layers.start, states[number], self._position, count, body, self._dtype, sample)
                 for states, body in zip(sessions, bodies, strict=True)
             ]
             results = shard.forward(works)
@@ -162,7 +168,9 @@ def compare(
     return found
 
 
-def load(prepared: PreparedModel, splits: Sequence[str], weights: str, kernels: StepKernels) -> Shards:
+def load(
+    prepared: PreparedModel, splits: Sequence[str], weights: str, kernels: StepKernels, dtype: str = DTYPE
+) -> Shards:
     """The shards of these layers."""
     from meshnet_core.layer_range import LayerRange  # noqa: PLC0415 - as above
     from meshnet_node.model_files import open_model  # noqa: PLC0415
@@ -172,9 +180,9 @@ def load(prepared: PreparedModel, splits: Sequence[str], weights: str, kernels: 
     for layers in map(LayerRange.parse, splits):
         folder, quantize = Path(prepared.folder), "none"
         if weights == "packed":
-            folder, quantize = open_model(prepared.model).prepare(layers, dtype=DTYPE, packed=True), "auto"
-        shards.append(load_shard(folder, layers, dtype=DTYPE, device="cpu", quantize=quantize))
-    return Shards(shards, kernels)
+            folder, quantize = open_model(prepared.model).prepare(layers, dtype=dtype, packed=True), "auto"
+        shards.append(load_shard(folder, layers, dtype=dtype, device="cpu", quantize=quantize))
+    return Shards(shards, kernels, dtype)
 
 
 def measure(kernels: StepKernels, arguments: argparse.Namespace, console: Console) -> list[Compared]:
