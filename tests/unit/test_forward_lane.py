@@ -161,6 +161,7 @@ async def test_forward_and_finish_run_on_the_lanes_thread_and_are_timed(lane: La
     thread, timing = await lane.submit("a", "a0", finish=lambda _: threading.current_thread().name)
     assert {thread} == lane.backend.threads == {"lane-under-test"}
     assert min(timing.queue_s, timing.forward_s, timing.finish_s) >= 0
+    assert timing.pieces == len(echo.works)
 
 
 async def test_queued_counts_what_waits_and_what_runs(lane: Lane) -> None:
