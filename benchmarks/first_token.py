@@ -97,6 +97,13 @@ async def measure(
     return found
 
 
+def shown_chunks(lengths: list[int]) -> str:
+    """``8 of 152-104``: how many, and how long the longest and the shortest are, the last one aside."""
+    whole = lengths[:-1] or lengths
+    longest, shortest = max(whole), min(whole)
+    return f"{len(lengths)} of {longest}" if longest == shortest else f"{len(lengths)} of {longest}-{shortest}"
+
+
 def print_table(model: BenchModel, found: FirstTokens, length: int, threads: int, console: Console) -> None:
     """The figures for people."""
     title = f"first token of {length}, {model.title}, {found.dtype}, {threads} thread{'s'[: threads > 1]} a node"
@@ -106,8 +113,7 @@ def print_table(model: BenchModel, found: FirstTokens, length: int, threads: int
         table.add_column(title, justify="right")
     for name, seconds in found.seconds.items():
         ratio = "" if name == ONE else found.ratio(name).shown(3)
-        chunks = found.chunks[name]
-        table.add_row(name, Interval.of(seconds).shown(3), ratio, f"{len(chunks)} of {chunks[0]}")
+        table.add_row(name, Interval.of(seconds).shown(3), ratio, shown_chunks(found.chunks[name]))
     console.print(table)
     console.print(found.verdict().shown())
     if found.busy_elsewhere > QUIET_CORES:

@@ -38,7 +38,7 @@ from meshnet_core.prefix import Mark
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SamplingParams
 from meshnet_core.tracker_client import TrackerClient
-from meshnet_gateway.chunk_choice import LEAST_IN_FLIGHT
+from meshnet_gateway.prefill_cut import LEAST_IN_FLIGHT
 from meshnet_node import torch_server
 
 SPLITS = {2: ("0-14", "15-29"), 3: ("0-9", "10-19", "20-29")}

@@ -69,7 +69,9 @@ class _SleptClock:
 
 
 def unmeasured(shard: ShardInfo) -> ShardInfo:
-    return replace(shard, decode_ms=None, prefill_ms=None, decode_evidence=None, prefill_evidence=None)
+    return replace(
+        shard, decode_ms=None, prefill_ms=None, decode_evidence=None, prefill_evidence=None, chunk_costs=None
+    )
 
 
 @dataclass

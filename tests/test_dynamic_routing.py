@@ -83,9 +83,17 @@ class PacedShard(LoadedShard):
     decode_pace_ms = 1.0
     rng = random.Random(2)
 
-    def measure(self, layers: int, positions: int, decode: bool, forward_s: float, now: float = 0.0) -> None:
+    def measure(
+        self,
+        layers: int,
+        positions: int,
+        decode: bool,
+        forward_s: float,
+        now: float = 0.0,
+        before: int | None = None,
+    ) -> None:
         forward_s = self.decode_pace_ms / 1000 * layers * positions * self.rng.gauss(1, 0.02)
-        super().measure(layers, positions, decode, forward_s if decode else forward_s / 16, now)
+        super().measure(layers, positions, decode, forward_s if decode else forward_s / 16, now, before)
 
 
 def paced(mesh: TinyMesh) -> dict[str, PacedShard]:

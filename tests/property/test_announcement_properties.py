@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from announcements import node, shard
+from meshnet_core.chunk_costs import ChunkCosts
 from meshnet_core.errors import InvalidInputError, LayersUnavailableError
 from meshnet_core.estimate import Evidence
 from meshnet_core.link_info import LinkInfo
@@ -38,6 +39,7 @@ def test_an_announcement_survives_the_wire(
         loaded=draining,
         decode_evidence=behind,
         prefill_evidence=behind,
+        chunk_costs=None if ms is None else ChunkCosts(ms, ms / 7, 0.0),
     )
     link = LinkInfo("b", ms or 0.0, behind or Evidence(), ms, behind)
     load = {"sessions": sessions, "queued": queued, "state_bytes": state_bytes, "draining": draining}
@@ -67,8 +69,10 @@ def test_anything_else_is_refused(document: object) -> None:
 def test_a_field_that_is_let_in_never_breaks_planning(data: st.DataObject, value: object) -> None:
     """One node tells something odd; either it is refused, or plans go on beside and through it."""
     link = LinkInfo("b", 1.0, Evidence(0.25, 3, 9.0), 8.0, Evidence())
-    document = node("a", "0-14", sessions=1, links=(link,)).to_wire()
-    target = data.draw(st.sampled_from([document, document["shards"][0], document["links"][0]]))
+    costs = ChunkCosts(0.5, 0.05, 1e-5)
+    document = node("a", shard("0-14", chunk_costs=costs), sessions=1, links=(link,)).to_wire()
+    (held,) = document["shards"]
+    target = data.draw(st.sampled_from([document, held, held["chunk_costs"], document["links"][0]]))
     target[data.draw(st.sampled_from(sorted(target)))] = value
     try:
         odd = NodeInfo.from_wire(document)

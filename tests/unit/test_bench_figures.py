@@ -15,6 +15,7 @@ from benchmarks.figures import (
     ratios,
     speed_between,
 )
+from benchmarks.first_token import shown_chunks
 
 
 def ticking(seconds: list[float], first: float = 1.0) -> TokenTimes:
@@ -115,3 +116,16 @@ def test_a_target_is_met_when_the_interval_reaches_it() -> None:
 
 def test_ratios_pair_up_repeat_by_repeat() -> None:
     assert paired([1.0, 4.0], [2.0, 4.0]) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shown"),
+    [
+        ([256], "1 of 256"),
+        ([128] * 7 + [104], "8 of 128"),
+        ([152, 136, 104, 40], "4 of 152-104"),
+        ([40, 22], "2 of 40"),
+    ],
+)
+def test_chunks_are_shown_by_their_longest_and_shortest_whole_one(lengths: list[int], shown: str) -> None:
+    assert shown_chunks(lengths) == shown

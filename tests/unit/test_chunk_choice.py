@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from announcements import node, shard, snapshot
 from in_process_mesh import MODEL, TinyMesh, random_prompt, reference_greedy, reference_model, tiny_mesh
+from meshnet_core.chunk_costs import ChunkCosts
 from meshnet_core.errors import MissReason, TrackerUnreachableError
 from meshnet_core.estimate import Evidence
 from meshnet_core.frames import MAX_CHUNK, Phase
@@ -19,26 +21,50 @@ from meshnet_core.link_info import LinkInfo
 from meshnet_core.membership import Snapshot
 from meshnet_core.route import Hop, Route
 from meshnet_core.sampling import SampledToken, SamplingParams
-from meshnet_gateway.chunk_choice import MOST_IN_FLIGHT, Stage, choose_cut, stages_of
+from meshnet_gateway.chunk_choice import choose_cut, prefill_ms
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
+from meshnet_gateway.prefill_cut import MOST_IN_FLIGHT, PrefillCut
 from meshnet_gateway.recovery import Replay
+from meshnet_gateway.route_stages import Stage, stages_of
 from meshnet_node.cache_store import SessionKey
 
 PROMPT = random_prompt(150)
 SMOLLM2 = [Stage(0, 0, 0.2), Stage(14, 1.3), Stage(0, 0, 0.2), Stage(14, 1.3)]  # 15 layers each on one thread, bfloat16
 
 
+DEEP = [Stage(0, 0, 0.2), Stage(7, 0.6, 0, 3e-4), Stage(0, 0.001, 0.2), Stage(7, 0.6, 0, 3e-4)]
+
+
 @pytest.mark.parametrize(
-    ("line", "positions", "chunk"),
+    ("line", "positions", "lengths"),
     [
-        (SMOLLM2, 1000, 128),
-        (SMOLLM2, 20, MAX_CHUNK),
-        (SMOLLM2[:2], 1000, MAX_CHUNK),  # one hop: nothing overlaps
-        ([Stage(0, 0), Stage(400, 1), Stage(0, 0), Stage(4, 1)], 1000, MAX_CHUNK),  # a chunk costs one hop dearly
+        (SMOLLM2, 1000, (112,) * 8 + (104,)),
+        (SMOLLM2, 20, (20,)),
+        (SMOLLM2[:2], 1000, (MAX_CHUNK,)),  # one hop: nothing overlaps
+        ([Stage(0, 0), Stage(900, 1), Stage(0, 0), Stage(4, 1)], 1000, (256, 256, 256, 232)),  # chunks cost one dearly
     ],
 )
-def test_what_is_measured_cuts_the_prefill(line: list[Stage], positions: int, chunk: int) -> None:
-    assert choose_cut(line, positions).chunk == chunk
+def test_what_is_measured_cuts_the_prefill(line: list[Stage], positions: int, lengths: tuple[int, ...]) -> None:
+    assert choose_cut(line, positions).lengths == lengths
+
+
+def test_later_chunks_are_shorter_where_they_attend_to_more() -> None:
+    lengths = choose_cut(DEEP, 1000).lengths
+    assert lengths[0] >= 1.3 * lengths[-2]
+    times = [DEEP[1].busy_ms(length, sum(lengths[:index])) for index, length in enumerate(lengths)]
+    assert max(times) < 1.1 * min(times[:-1])
+    equal = min(prefill_ms(DEEP, [length] * (1000 // length) + [1000 % length]) for length in range(32, 257, 32))
+    assert prefill_ms(DEEP, lengths) < 0.99 * equal
+
+
+def test_a_held_prefix_is_before_the_chunks() -> None:
+    assert choose_cut(DEEP, 500, begin=4000).lengths[0] < choose_cut(DEEP, 500).lengths[0]
+
+
+def test_a_very_long_prompt_is_planned_too() -> None:
+    cut = choose_cut(DEEP, 100_000)
+    assert sum(cut.lengths) == 100_000
+    assert cut.longest == MAX_CHUNK
 
 
 def test_more_chunks_are_under_way_where_answers_come_late() -> None:
@@ -62,23 +88,25 @@ def test_stages_are_what_nodes_tell_of_their_layers_and_links() -> None:
     assert stages_of(route, snapshot(nodes[0]), {}) == ()
     packed = node("b", shard("10-29", dtype="bfloat16+int4", **held))
     assert stages_of(route, snapshot(nodes[0], packed), {}) == ()  # what a chunk costs there, no decode step tells
+    costs = ChunkCosts(0.5, 0.25, 2**-10)
+    told = node("b", shard("10-29", dtype="bfloat16+int4", chunk_costs=costs, **held))
+    busy = stages_of(route, snapshot(nodes[0], told), {})[-1]  # but its own chunks do
+    assert busy == Stage(HOP_MS + 5, 2.5, depth_ms=10 * 2**-10)
+    assert busy.busy_ms(4, 2) == HOP_MS + 5 + 4 * 2.5 + 4 * 4 * 10 * 2**-10
     unmeasured = node("a", shard("0-19", decode_ms=None)), node("b", shard("10-29", decode_ms=None))
     assert all(stage.busy_ms(1) + stage.delay_ms > 0 for stage in stages_of(route, snapshot(*unmeasured), {}))
 
 
-def measured_as(mesh: TinyMesh, decode_ms: float, prefill_ms: float) -> Callable[[], Awaitable[Snapshot]]:
+def measured_as(
+    mesh: TinyMesh, decode_ms: float, prefill_ms: float, costs: ChunkCosts | None = None
+) -> Callable[[], Awaitable[Snapshot]]:
     """The mesh's nodes, each with these milliseconds for each layer."""
 
     async def told() -> Snapshot:
+        measured: dict[str, Any] = {"decode_ms": decode_ms, "prefill_ms": prefill_ms, "chunk_costs": costs}
         nodes = mesh.snapshot().nodes
         return Snapshot(
-            tuple(
-                replace(
-                    node,
-                    shards=tuple(replace(one, decode_ms=decode_ms, prefill_ms=prefill_ms) for one in node.shards),
-                )
-                for node in nodes
-            )
+            tuple(replace(node, shards=tuple(replace(one, **measured) for one in node.shards)) for node in nodes)
         )
 
     return told
@@ -145,6 +173,39 @@ async def test_exact_recovery_keeps_its_cuts_though_the_nodes_became_slower(
         assert cuts_of(mesh) == [[32, 32, 32, 32, 22], again]
         if replay is Replay.EXACT:
             assert ids == undisturbed
+
+
+async def test_exact_recovery_keeps_chunks_of_different_lengths(llama: Path) -> None:
+    async with tiny_mesh(llama, ["0-1", "2-3"], dtype="bfloat16") as mesh:
+        engine = mesh.engine()
+        engine.measured = measured_as(mesh, 1.0, 1.0, ChunkCosts(0.1, 0.1, 0.01))
+        undisturbed = await answer(engine, Replay.EXACT)
+        mesh.transport.frames.clear()
+
+        def lose(session: str) -> None:
+            mesh.services[mesh.urls[1]].store.drop(SessionKey(session, 1), MissReason.EVICTED)
+            engine.measured = measured_as(mesh, 1.0, 1.0, ChunkCosts(50.0, 0.1, 0.0))
+
+        assert await answer(engine, Replay.EXACT, lose) == undisturbed
+        first, again = cuts_of(mesh)
+        assert first == again
+        assert len(set(first[:-1])) > 1
+        assert first == sorted(first, reverse=True)
+
+
+async def test_nodes_measure_chunks_that_give_no_logits(llama: Path) -> None:
+    async with tiny_mesh(llama, ["0-1", "2-3"], measured=True) as mesh:
+        for chunk, told in ((150, [True, False]), (50, [True, True])):
+            await answer(mesh.engine(chunk=chunk), Replay.FAST)
+            costs = [node.shards[0].chunk_costs for node in mesh.snapshot().nodes]
+            assert [one is not None for one in costs] == told
+
+
+def test_what_is_behind_a_plan_goes_in_chunks_as_long_as_its_longest() -> None:
+    assert list(PrefillCut((3, 2)).chunks(10, 20)) == [(10, 13), (13, 15), (15, 18), (18, 20)]
+    assert list(PrefillCut((3, 2)).chunks(10, 12)) == [(10, 12)]
+    assert list(PrefillCut().chunks(10, 10)) == []
+    assert list(PrefillCut((4, 4)).chunks(0, 9, cuts=(0, 3, 4, 30))) == [(0, 3), (3, 4), (4, 8), (8, 9)]
 
 
 async def test_nobody_to_ask_is_no_reason_to_wait(llama: Path) -> None:

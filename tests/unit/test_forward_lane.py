@@ -161,6 +161,7 @@ async def test_forward_and_finish_run_on_the_lanes_thread_and_are_timed(lane: La
     thread, timing = await lane.submit("a", "a0", finish=lambda _: threading.current_thread().name)
     assert {thread} == lane.backend.threads == {"lane-under-test"}
     assert min(timing.queue_s, timing.forward_s, timing.finish_s) >= 0
+    assert timing.pieces == 1
 
 
 async def test_queued_counts_what_waits_and_what_runs(lane: Lane) -> None:
@@ -307,6 +308,7 @@ async def test_beside_steps_a_long_frame_runs_in_pieces_and_its_caller_sees_one(
     assert ends[-1] == 150
     assert [piece.sample for piece in echo.works] == [0] * (len(echo.works) - 1) + [1]
     assert [piece.held for piece in echo.works] == [held] + [None] * (len(echo.works) - 1)
+    assert timing.pieces == len(echo.works)
     assert min(timing.queue_s, timing.forward_s, timing.finish_s) >= 0
 
 

@@ -23,6 +23,7 @@ from meshnet_core.errors import (
 from meshnet_core.frames import Frame
 from meshnet_gateway.blame import BACKOFF_S, MAX_BACKOFF_S, MAX_NODES, REMEMBERED_S, BlameMemory
 from meshnet_gateway.epoch_frames import EpochFrames
+from meshnet_gateway.prefill_cut import PrefillCut
 from meshnet_gateway.recovery import (
     BAD_FRAMES_BEFORE_FAIL,
     BUSY_RETRIES,
@@ -182,8 +183,8 @@ def shape(frames: list[Frame]) -> list[tuple[str, int, int, int]]:
 def test_an_exact_replay_keeps_the_first_boundaries() -> None:
     make = EpochFrames("s-1", 1, 0, 1000, cache=True)
     prompt, answer = tuple(range(10)), (50, 51, 52)
-    exact = list(make.prefill(prompt, answer, 4, Replay.EXACT))
-    first = list(make.prefill(prompt, (), 4, Replay.EXACT))
+    exact = list(make.prefill(prompt, answer, PrefillCut((4,)), Replay.EXACT))
+    first = list(make.prefill(prompt, (), PrefillCut((4,)), Replay.EXACT))
     assert shape(exact) == [
         ("prefill", 0, 4, 0),
         ("prefill", 4, 4, 0),
@@ -194,4 +195,8 @@ def test_an_exact_replay_keeps_the_first_boundaries() -> None:
     ]
     assert shape(first) == [("prefill", 0, 4, 0), ("prefill", 4, 4, 0), ("prefill", 8, 2, 1)]
     assert [frame.body for frame in exact[:3]] == [frame.body for frame in first]
-    assert shape(list(make.prefill(prompt, answer, 8, Replay.FAST))) == [("prefill", 0, 8, 0), ("prefill", 8, 5, 1)]
+    fast = list(make.prefill(prompt, answer, PrefillCut((8,)), Replay.FAST))
+    assert shape(fast) == [
+        ("prefill", 0, 8, 0),
+        ("prefill", 8, 5, 1),
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshnet_core.chunk_costs import ChunkCosts
 from meshnet_core.dtypes import dtype_bytes
 from meshnet_core.errors import InvalidInputError
 from meshnet_core.estimate import Evidence
@@ -33,6 +34,7 @@ class ShardInfo:
             layer and position of prefill; None until measured.
         loaded: whether it is in memory. One that is not is loaded when a session opens on it, which takes a while.
         decode_evidence, prefill_evidence: what stands behind these means; None until measured.
+        chunk_costs: what chunks of a prefill cost by their length and place; None until measured.
     """
 
     model: str
@@ -48,6 +50,7 @@ class ShardInfo:
     loaded: bool = True
     decode_evidence: Evidence | None = None
     prefill_evidence: Evidence | None = None
+    chunk_costs: ChunkCosts | None = None
 
     def __post_init__(self) -> None:
         dtype_bytes(self.dtype)
@@ -70,6 +73,7 @@ class ShardInfo:
             "loaded": self.loaded,
             "decode_evidence": self.decode_evidence and self.decode_evidence.to_wire(),
             "prefill_evidence": self.prefill_evidence and self.prefill_evidence.to_wire(),
+            "chunk_costs": self.chunk_costs and self.chunk_costs.to_wire(),
         }
 
     @classmethod
@@ -95,6 +99,7 @@ class ShardInfo:
             loaded=flag(document, "loaded") if "loaded" in document else True,  # older nodes hold all they announce
             decode_evidence=Evidence.optional_from_wire(document.get("decode_evidence")),
             prefill_evidence=Evidence.optional_from_wire(document.get("prefill_evidence")),
+            chunk_costs=ChunkCosts.optional_from_wire(document.get("chunk_costs")),
         )
 
 

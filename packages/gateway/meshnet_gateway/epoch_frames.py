@@ -8,9 +8,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from meshnet_core.frames import PROTOCOL_MAX, Frame, Phase
+from meshnet_gateway.prefill_cut import PrefillCut
 from meshnet_gateway.recovery import Replay
 
 
@@ -37,7 +37,7 @@ class EpochFrames:
         self,
         prompt: Sequence[int],
         answer: Sequence[int],
-        chunk: int,
+        cut: PrefillCut,
         replay: Replay,
         *,
         begin: int = 0,
@@ -52,19 +52,16 @@ class EpochFrames:
 
         Args:
             prompt, answer: token ids.
-            chunk: the most positions in a prefill frame.
+            cut: into prefill frames.
             replay: how the answer goes.
             begin: positions that every hop has from a held prefix, within the prompt if the replay is exact.
             cuts: positions at which a frame must end.
         """
         tokens = (*prompt, *answer)
         in_chunks = len(prompt) if replay is Replay.EXACT else len(tokens)
-        edges = [begin, *sorted(cut for cut in set(cuts) if begin < cut < in_chunks), in_chunks]
-        for first, last in pairwise(edges):
-            for start in range(first, last, chunk):
-                end = min(start + chunk, last)
-                phase = Phase.RESUME if start == begin > 0 else Phase.PREFILL
-                yield self._frame(phase, start, tokens[start:end], sample=end == len(tokens))
+        for start, end in cut.chunks(begin, in_chunks, cuts):
+            phase = Phase.RESUME if start == begin > 0 else Phase.PREFILL
+            yield self._frame(phase, start, tokens[start:end], sample=end == len(tokens))
         for at in range(in_chunks, len(tokens)):
             yield self._frame(Phase.DECODE, at, tokens[at : at + 1], sample=at + 1 == len(tokens))
 

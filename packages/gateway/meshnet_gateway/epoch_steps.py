@@ -16,9 +16,9 @@ from meshnet_core.frames import Frame, FrameReply, Phase
 from meshnet_core.link_times import LinkTimes
 from meshnet_core.route import Route
 from meshnet_core.transport import HopTransport
-from meshnet_gateway.chunk_choice import LEAST_IN_FLIGHT
 from meshnet_gateway.generation_trace import NO_TRACE, GenerationTrace
 from meshnet_gateway.mending import Mending
+from meshnet_gateway.prefill_cut import LEAST_IN_FLIGHT
 
 REPLAYS_IN_FLIGHT = 4  # single positions are little work; a hop queues as many frames of one session
 

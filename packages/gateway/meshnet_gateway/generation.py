@@ -27,7 +27,7 @@ from meshnet_core.route import Route
 from meshnet_core.sampling import SampledToken
 from meshnet_core.transport import HopTransport
 from meshnet_gateway.blame import BlameMemory
-from meshnet_gateway.chunk_choice import PrefillCut, choose_cut, stages_of
+from meshnet_gateway.chunk_choice import choose_cut
 from meshnet_gateway.epoch_frames import EpochFrames
 from meshnet_gateway.epoch_steps import EpochSteps, PrefillProgress
 from meshnet_gateway.generation_report import GenerationReport
@@ -37,9 +37,11 @@ from meshnet_gateway.hop_calls import HopCalls
 from meshnet_gateway.mending import Mending
 from meshnet_gateway.ngram_drafter import NgramDrafter
 from meshnet_gateway.place import Place, Routes
+from meshnet_gateway.prefill_cut import PrefillCut
 from meshnet_gateway.prefix_memory import PrefixMemory
 from meshnet_gateway.prefix_reuse import PrefixReuse
 from meshnet_gateway.recovery import Replay
+from meshnet_gateway.route_stages import stages_of
 from meshnet_gateway.speculation import OFF, Drafter, Speculate, Speculation
 from meshnet_gateway.step_frames import StepFrames
 from meshnet_gateway.step_times import BothTraces, StepTimes
@@ -291,10 +293,10 @@ class Generation:
         replay = self._request.recovery or self._engine.recovery
         if self._cut is None or replay is not Replay.EXACT:
             self._cut = await self._cut_for(route)
-        chunk = self._cut.chunk
-        prefill = frames.prefill(prompt, answer, chunk, replay, begin=self._prefix.begin, cuts=self._prefix.cuts)
+        cut = self._cut
+        prefill = frames.prefill(prompt, answer, cut, replay, begin=self._prefix.begin, cuts=self._prefix.cuts)
         with self._trace.part("prefill"):
-            async with aclosing(steps.prefill(prefill, self._length, chunk, self._cut.in_flight)) as events:
+            async with aclosing(steps.prefill(prefill, self._length, cut.longest, cut.in_flight)) as events:
                 async for event in events:
                     if isinstance(event, FrameReply):
                         reply = event
@@ -305,7 +307,7 @@ class Generation:
 
     async def _cut_for(self, route: Route) -> PrefillCut:
         """How the prefill of prompt and answer so far is cut, by what is known of the route's nodes now."""
-        engine, most = self._engine, PrefillCut(self._engine.chunk)
+        engine, most = self._engine, PrefillCut((self._engine.chunk,))
         if engine.measured is None or len(route.hops) == 1:
             return most
         try:
@@ -314,7 +316,8 @@ class Generation:
             return most
         entry_ms = {link.node_id: link.rtt_ms for link in engine.links.told()}
         stages = stages_of(route, snapshot, entry_ms)
-        return choose_cut(stages, self._length - self._prefix.begin, engine.chunk)
+        begin = self._prefix.begin
+        return choose_cut(stages, self._length - begin, engine.chunk, begin)
 
     def _taken(self, reply: FrameReply, max_positions: int) -> Iterator[SampledToken]:
         """The tokens that a step gave, each taken in, up to the one that ends the answer."""

@@ -33,13 +33,14 @@ T = TypeVar("T")
 class LaneTiming:
     """Seconds that a frame waited for the lane, ran, and took to be finished (sampled) after it.
 
-    Running is the wall time of the forward that it was part of, or of its pieces together; the waits between those are
-    among the first.
+    Running is the wall time of the forward that it was part of, or of its ``pieces`` together; the waits between those
+    are among the first.
     """
 
     queue_s: float
     forward_s: float
     finish_s: float
+    pieces: int = 1
 
 
 # What the caller made of a frame's result, and its timing; or what was raised; None for one that was withdrawn.
@@ -58,6 +59,7 @@ class _Job(Generic[T]):
     batch: Hashable | None = field(init=False)
     is_step: bool = field(init=False)
     done: int = 0  # positions run
+    pieces: int = 0  # in which they ran
     forward_s: float = 0.0
     hidden: list[memoryview] = field(default_factory=list)  # of each piece run
     withdrawn: bool = False
@@ -103,6 +105,7 @@ class _Job(Generic[T]):
     def take_in(self, result: ShardResult, positions: int, seconds: float) -> ShardResult:
         """Note that a piece has run; the result of all so far."""
         self.done += positions
+        self.pieces += 1
         self.forward_s += seconds
         if result.hidden is None:
             return result
@@ -364,7 +367,7 @@ class ForwardLane:
             self._settle(turn, job, error)
             return
         queue_s = max(0.0, ended - job.queued_at - job.forward_s)
-        self._settle(turn, job, (value, LaneTiming(queue_s, job.forward_s, self._now() - finishing)))
+        self._settle(turn, job, (value, LaneTiming(queue_s, job.forward_s, self._now() - finishing, job.pieces)))
 
     def _settle(self, turn: object, job: _Job[object], value: LaneOutcome[object]) -> None:
         """Tell the outcome of a frame that ran; who hears of it finds the lane through with it."""

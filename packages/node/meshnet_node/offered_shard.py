@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from meshnet_core.estimate import RunningEstimate
 from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import ShardInfo
+from meshnet_node.chunk_times import ChunkTimes
+from meshnet_node.lane_schedule import is_step
 from meshnet_node.shard_work import ShardBackend
 
 Progress = Callable[[int, int], None]
@@ -27,6 +29,7 @@ class LoadedShard:
         max_positions: the longest sequence the model takes.
         decode_ms: milliseconds per layer for one decoded position.
         prefill_ms: milliseconds per layer and position of prefill.
+        chunk_times: what chunks cost by their length and place.
     """
 
     backend: ShardBackend
@@ -35,6 +38,7 @@ class LoadedShard:
     max_positions: int
     decode_ms: RunningEstimate = field(default_factory=RunningEstimate)
     prefill_ms: RunningEstimate = field(default_factory=RunningEstimate)
+    chunk_times: ChunkTimes = field(default_factory=ChunkTimes)
 
     def info(self, now: float | None = None) -> ShardInfo:
         """As it is announced at ``now`` seconds of the clock that measurements were taken in with."""
@@ -51,17 +55,41 @@ class LoadedShard:
             prefill_ms=self.prefill_ms.value,
             decode_evidence=self.decode_ms.evidence(now),
             prefill_evidence=self.prefill_ms.evidence(now),
+            chunk_costs=self.chunk_times.costs(self.decode_ms.value),
         )
 
-    def measure(self, layers: int, positions: int, decode: bool, forward_s: float, now: float = 0.0) -> None:
-        """Take in how long ``layers`` layers took over ``positions`` positions, ``now`` seconds by some clock."""
+    def measure(
+        self,
+        layers: int,
+        positions: int,
+        decode: bool,
+        forward_s: float,
+        now: float = 0.0,
+        before: int | None = None,
+    ) -> None:
+        """Take in how long a frame took.
+
+        Args:
+            layers: that it ran through.
+            positions: of it.
+            decode: whether it was a decode step, or of a prefill.
+            forward_s: seconds that it ran.
+            now: seconds by some clock.
+            before: positions before it; None for one whose time says nothing of what chunks take.
+        """
+        layer_ms = 1000 * forward_s / layers
         if decode:
-            before = self.decode_ms.value
-            if self.decode_ms.add(1000 * forward_s / layers, now) and before and self.decode_ms.value:
+            earlier = self.decode_ms.value
+            if self.decode_ms.add(layer_ms, now) and earlier and self.decode_ms.value:
                 # The machine became another. Prefills are too few to show that soon, so they are expected to follow.
-                self.prefill_ms.rescale(self.decode_ms.value / before)
-        else:
-            self.prefill_ms.add(1000 * forward_s / layers / positions, now)
+                factor = self.decode_ms.value / earlier
+                self.prefill_ms.rescale(factor)
+                self.chunk_times.rescale(factor)
+            return
+        self.prefill_ms.add(layer_ms / positions, now)
+        # Reading the weights is most of what so short a frame takes, which a chunk does beside its products.
+        if before is not None and not is_step(positions, verify=False):
+            self.chunk_times.add(positions, before, layer_ms, self.decode_ms.value)
 
 
 @dataclass(slots=True, eq=False)  # two offers are never the same for looking alike
@@ -81,11 +109,19 @@ class OfferedShard:
     shard: LoadedShard | None = None
     decode_ms: RunningEstimate = field(default_factory=RunningEstimate)
     prefill_ms: RunningEstimate = field(default_factory=RunningEstimate)
+    chunk_times: ChunkTimes = field(default_factory=ChunkTimes)
 
     @classmethod
     def held(cls, shard: LoadedShard) -> OfferedShard:
         """One that is loaded already and never dropped."""
-        return cls(shard.info(), None, shard=shard, decode_ms=shard.decode_ms, prefill_ms=shard.prefill_ms)
+        return cls(
+            shard.info(),
+            None,
+            shard=shard,
+            decode_ms=shard.decode_ms,
+            prefill_ms=shard.prefill_ms,
+            chunk_times=shard.chunk_times,
+        )
 
     @property
     def layers(self) -> LayerRange:
@@ -107,13 +143,20 @@ class OfferedShard:
             prefill_ms=self.prefill_ms.value,
             decode_evidence=self.decode_ms.evidence(now),
             prefill_evidence=self.prefill_ms.evidence(now),
+            chunk_costs=self.chunk_times.costs(self.decode_ms.value),
         )
 
     def loaded_with(self, backend: ShardBackend) -> LoadedShard:
         """This shard, run by ``backend``."""
         known = self.known
         return LoadedShard(
-            backend, known.model, known.fingerprint, known.max_positions, self.decode_ms, self.prefill_ms
+            backend,
+            known.model,
+            known.fingerprint,
+            known.max_positions,
+            self.decode_ms,
+            self.prefill_ms,
+            self.chunk_times,
         )
 
     def __str__(self) -> str:

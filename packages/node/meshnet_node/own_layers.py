@@ -171,14 +171,18 @@ class OwnLayers:
 
     def measure(self, session: HopSession, frame: Frame, timing: LaneTiming) -> None:
         """Take in how long a frame took."""
-        if frame.phase is not Phase.VERIFY:  # neither a step nor a chunk
-            session.shard.measure(
-                len(session.document.hop.layers),
-                frame.seq_len,
-                decode=frame.phase is Phase.DECODE,
-                forward_s=timing.forward_s,
-                now=self._clock.now(),
-            )
+        if frame.phase is Phase.VERIFY:  # neither a step nor a chunk
+            return
+        # Pieces cost as many chunks as there are of them, and logits what no other chunk costs.
+        is_plain = timing.pieces == 1 and not (frame.sample and session.is_tail)
+        session.shard.measure(
+            len(session.document.hop.layers),
+            frame.seq_len,
+            decode=frame.phase is Phase.DECODE,
+            forward_s=timing.forward_s,
+            now=self._clock.now(),
+            before=frame.position if is_plain else None,
+        )
 
     @staticmethod
     def outcome(frame: Frame, ran: Ran, timing: LaneTiming) -> Outcome:

@@ -93,7 +93,7 @@ class ShardProbes:
             )
             _, timing = await self._lane.run(self, backend, work, _as_it_is)
             if position:
-                shard.measure(len(backend.layers), 1, True, timing.forward_s, self._clock.now())
+                shard.measure(len(backend.layers), 1, True, timing.forward_s, self._clock.now(), position)
 
 
 def _as_it_is(result: ShardResult) -> ShardResult:
