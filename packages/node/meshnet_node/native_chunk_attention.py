@@ -55,7 +55,7 @@ class NativeChunkAttention:
         in_reach = width % COLUMN == 0 and width <= _WIDEST and not left and sharing <= _MOST_SHARING
         alike = query.dtype is key.dtype is value.dtype and query.dtype in _WAYS and key.shape == value.shape
         dense = query.stride(3) == 1 and all(each.stride()[2:] == (width, 1) for each in (key, value))
-        return batch == 1 and in_reach and alike and dense and key.shape[3] == width
+        return batch == 1 and query.is_cpu and in_reach and alike and dense and key.shape[3] == width
 
     def _sees_all_before(self, mask: torch.Tensor | None, count: int, positions: int) -> bool:
         """Whether each query sees all that does not come after it. Looked at once for the layers that share a mask."""

@@ -57,7 +57,7 @@ class NativeChunks:
 
     def _place_products(self, module: Any) -> None:
         is_linear = isinstance(module, PackedLinear)
-        way = quickest_way(self._kernels, module.weight.dtype if is_linear else torch.bfloat16)
+        way = quickest_way(self._kernels, (module.weight if is_linear else module.down[0]).dtype)
         if way is None:
             return
         if is_linear:
