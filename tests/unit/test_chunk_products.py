@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshnet_node import chunk_room, native_products, openmp, packed_linear
-from meshnet_node.chunk_room import ChunkRoom, Team, team_here
+from meshnet_node import native_products, packed_linear
+from meshnet_node.chunk_room import ChunkRoom
 from meshnet_node.column_layout import in_columns, lies_in_columns
 from meshnet_node.kernel_library import MatrixShape, ProductWay, StepKernels
 from meshnet_node.native_products import MOST_ROWS, matrix_shape, multiply, quickest_way
-from meshnet_node.openmp import gnu_openmp, parallel_address
+from meshnet_node.openmp import parallel_address
 from meshnet_node.packed_linear import MANY_ROWS, PackedLinear, can_pack, laid_out
 from meshnet_node.step_kernels import step_kernels
 from native_compiler import needs_compiler
@@ -133,7 +132,7 @@ def way_of(weight: torch.Tensor) -> ProductWay:
 
 
 @OF_EACH_DTYPE
-@pytest.mark.parametrize("shape", [(1, 3), (1, MOST_ROWS), (1, 2 * MOST_ROWS + 9), (3, 100)])
+@pytest.mark.parametrize("shape", [(1, 3), (1, MOST_ROWS), (1, MOST_ROWS + 1), (1, 2 * MOST_ROWS + 9), (3, 100)])
 @torch.inference_mode()
 def test_rows_beyond_what_is_multiplied_at_once(
     kernels: StepKernels, weight: torch.Tensor, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -182,11 +181,20 @@ def test_the_layout_is_looked_at_for_each_dtype_and_shape(monkeypatch: pytest.Mo
         at = block * 64 * 8 + entry // held * 64 * held + output * held + entry % held
         assert laid[at] == matrix[64 + output, entry]
     monkeypatch.setattr(packed_linear, "_in_columns", {})
-    for dtype in (torch.float32, torch.bfloat16):
-        if not can_pack(dtype):
-            continue
+    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
+    with monkeypatch.context() as patch:
+        seen = dict.fromkeys(dtypes, 0)
+        patch.setattr(
+            packed_linear, "lies_in_columns", lambda _, own: bool(seen.update({own.dtype: seen[own.dtype] + 1}))
+        )
+        assert not any(PackedLinear(torch.randn(64, 96).to(dtype), None).in_columns for dtype in dtypes * 2)
+        assert set(seen.values()) == {1}
+    for dtype in dtypes:
         matrix = torch.randn(128, 64).to(dtype)
-        is_so = lies_in_columns(laid_out(matrix), matrix)
+        laid = laid_out(matrix)
+        is_so = ctypes.string_at(torch.ops.mkldnn.data_ptr(laid), laid.nbytes) == bytes(
+            in_columns(matrix).view(torch.uint8).flatten().tolist()
+        )
         assert PackedLinear(matrix, None).in_columns is is_so
         assert not lies_in_columns(laid_out(matrix), matrix.flip(0))
         assert not PackedLinear(torch.randn(100, 64).to(dtype), None).in_columns
@@ -225,47 +233,3 @@ def test_without_a_way_nothing_is_measured(kernels: StepKernels, monkeypatch: py
     quickest_way.cache_clear()
     assert quickest_way(kernels, torch.float32) is None
     quickest_way.cache_clear()
-
-
-@pytest.fixture
-def another_system(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    for found in (gnu_openmp, parallel_address):
-        found.cache_clear()
-    yield
-    for found in (gnu_openmp, parallel_address):
-        found.cache_clear()
-
-
-def test_where_threads_cannot_be_shared_one_alone_multiplies(
-    kernels: StepKernels, another_system: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert gnu_openmp() is None
-    assert parallel_address() is None
-    weight, inputs = torch.randn(64, 8), torch.randn(1, 20, 8)
-    shape = MatrixShape(in_columns(weight).data_ptr(), None, 8, 64, ProductWay.FLOATS)
-    assert team_here() == Team(1, None)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert team_here() is None
-    assert multiply(kernels, ChunkRoom(), shape, inputs) is None
-
-
-def test_a_team_is_as_many_as_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    if (address := parallel_address()) is None:
-        pytest.skip("torch's OpenMP is not GNU's")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert team_here() == Team(3, address)
-    monkeypatch.setattr(chunk_room, "parallel_address", lambda: None)
-    assert team_here() is None
-    assert openmp.gnu_openmp() is not None
-
-
-def test_room_is_aligned_and_kept() -> None:
-    room = ChunkRoom()
-    addresses = [room.at(values) for values in (1000, 10, 1000)]
-    assert len(set(addresses)) == 1
-    assert addresses[0] % 64 == 0
-    held = room._held
-    assert addresses[0] + 4000 <= held.data_ptr() + 4 * held.numel()
-    assert room.at(5000) % 64 == 0
-    assert room._held is not held

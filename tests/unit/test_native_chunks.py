@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from meshnet_core.errors import HopFailedError
 from meshnet_node import native_chunks, packed_linear
 from meshnet_node.column_layout import lies_in_columns
 from meshnet_node.family_support import FAMILIES
-from meshnet_node.kernel_library import ProductWay, StepKernels
+from meshnet_node.kernel_library import ProductWay
 from meshnet_node.laid_out_experts import LaidOutExperts
 from meshnet_node.layer_view import LayerView
 from meshnet_node.model_backend import TorchModelShard
@@ -27,11 +24,12 @@ from meshnet_node.session_state import SessionState
 from meshnet_node.shard_work import ShardResult, ShardWork, never
 from meshnet_node.step_kernels import step_kernels
 from native_compiler import needs_compiler
+from noting_kernels import NotingKernels
 from step_logits import assert_near, drawn, run, whole_shard
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_compiler]
 Load = Callable[..., TorchModelShard]
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "hidden_size": 128,
     "head_dim": 64,
     "intermediate_size": 128,
@@ -60,39 +58,19 @@ def _every_size_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Load:
-    return lambda family, dtype="bfloat16", **more: whole_shard(tmp_path, family, dtype, **{**SETTINGS, **more})
+    def load(family: str, dtype: str = "bfloat16") -> TorchModelShard:
+        shard = whole_shard(tmp_path, family, dtype, **SETTINGS)
+        for module in shard.whole_view().plain_layers.modules():
+            if isinstance(module, PackedLinear) and isinstance(module.bias, nn.Parameter):
+                module.bias.detach().copy_(torch.linspace(-0.1, 0.1, module.out_features))  # drawn ones are zero
+        return shard
 
-
-class Noting:
-    """This machine's kernels, whose functions for chunks are counted, and may raise.
-
-    Attributes:
-        calls: of each function, by name.
-        fails: the one that raises.
-    """
-
-    def __init__(self) -> None:
-        here = step_kernels()
-        assert here is not None
-        self.kernels: StepKernels = copy.copy(here)
-        self.calls: Counter[str] = Counter()
-        self.fails = ""
-        for name in ("product", "attend_chunk"):
-            setattr(self.kernels, name, partial(self._called, name, getattr(here, name)))
-
-    def _called(self, name: str, own: Callable[..., None], *arguments: Any) -> None:
-        self.calls[name] += 1
-        if name == self.fails:
-            raise RuntimeError("planted")
-        own(*arguments)
-
-    def __call__(self) -> StepKernels:
-        return self.kernels
+    return load
 
 
 @pytest.fixture
-def noting() -> Noting:
-    return Noting()
+def noting() -> NotingKernels:
+    return NotingKernels()
 
 
 def modules_of(view: LayerView) -> list[nn.Module]:
@@ -106,7 +84,7 @@ def placed(view: LayerView) -> int:
 
 @pytest.mark.parametrize("dtype", TWO_KINDS)
 @pytest.mark.parametrize("family", ASKED)
-def test_a_prefill_gives_what_the_layers_give(family: str, dtype: str, shards: Load, noting: Noting) -> None:
+def test_a_prefill_gives_what_the_layers_give(family: str, dtype: str, shards: Load, noting: NotingKernels) -> None:
     shard = shards(family, dtype)
     view = shard.whole_view()
     before = run(view, frames=PREFILL)
@@ -129,7 +107,7 @@ def test_a_prefill_gives_what_the_layers_give(family: str, dtype: str, shards: L
 
 @pytest.mark.parametrize("dtype", TWO_KINDS)
 @torch.inference_mode()
-def test_what_is_to_be_exact_does_not_take_them(dtype: str, shards: Load, noting: Noting) -> None:
+def test_what_is_to_be_exact_does_not_take_them(dtype: str, shards: Load, noting: NotingKernels) -> None:
     shard = shards("qwen3", dtype)
     view, ids = shard.whole_view(), drawn(60, seed=3)
 
@@ -157,7 +135,7 @@ def test_what_is_to_be_exact_does_not_take_them(dtype: str, shards: Load, noting
     ("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma3_text", "bfloat16")]
 )
 def test_a_kernel_that_fails_is_the_last(
-    fails: str, family: str, dtype: str, shards: Load, noting: Noting, caplog: pytest.LogCaptureFixture
+    fails: str, family: str, dtype: str, shards: Load, noting: NotingKernels, caplog: pytest.LogCaptureFixture
 ) -> None:
     shard = shards(family, dtype)
     shard.use_kernels(noting)
@@ -182,7 +160,7 @@ def test_a_kernel_that_fails_is_the_last(
     assert not noting.calls
 
 
-def test_what_left_may_come_again(shards: Load, noting: Noting) -> None:
+def test_what_left_may_come_again(shards: Load, noting: NotingKernels) -> None:
     shard = shards("qwen3_moe")
     view = shard.whole_view()
     plain = run(view, frames=PREFILL)
@@ -203,7 +181,7 @@ def test_what_left_may_come_again(shards: Load, noting: Noting) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_moe_text"])
 @torch.inference_mode()
-def test_views_of_one_shard_do_not_disturb_each_other(family: str, shards: Load, noting: Noting) -> None:
+def test_views_of_one_shard_do_not_disturb_each_other(family: str, shards: Load, noting: NotingKernels) -> None:
     shard = shards(family, "float32")
     shard.use_kernels(noting)
     whole, tail = shard.whole_view(), shard._view(2)
@@ -235,7 +213,7 @@ def test_views_of_one_shard_do_not_disturb_each_other(family: str, shards: Load,
 
 
 def test_where_the_library_is_quicker_attention_alone_is_placed(
-    shards: Load, noting: Noting, monkeypatch: pytest.MonkeyPatch
+    shards: Load, noting: NotingKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_chunks, "quickest_way", lambda *_: None)
     shard = shards("llama")
@@ -247,7 +225,7 @@ def test_where_the_library_is_quicker_attention_alone_is_placed(
 
 
 def test_without_a_way_of_this_cpu_nothing_is_placed(
-    shards: Load, noting: Noting, monkeypatch: pytest.MonkeyPatch
+    shards: Load, noting: NotingKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_chunks, "quickest_way", lambda *_: None)
     noting.kernels.product_ways = frozenset()
@@ -258,7 +236,7 @@ def test_without_a_way_of_this_cpu_nothing_is_placed(
 
 @pytest.mark.parametrize("dtype", TWO_KINDS)
 @torch.inference_mode()
-def test_each_expert_with_many_rows_is_multiplied(dtype: str, shards: Load, noting: Noting) -> None:
+def test_each_expert_with_many_rows_is_multiplied(dtype: str, shards: Load, noting: NotingKernels) -> None:
     shard = shards("qwen3_moe", dtype)
     experts = next(module for module in modules_of(shard.whole_view()) if isinstance(module, LaidOutExperts))
     hidden = torch.randn(50, 128, generator=torch.Generator().manual_seed(0)).to(experts.down[0].dtype)
