@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,11 +40,11 @@ def drawn(count: int, seed: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def run(view: LayerView, *, plain: bool = False) -> torch.Tensor:
-    """Logits ``[positions, vocab]`` of one session in `FRAMES`."""
+def run(view: LayerView, *, plain: bool = False, frames: Sequence[int] = FRAMES) -> torch.Tensor:
+    """Logits ``[positions, vocab]`` of one session in ``frames``."""
     cache, position, logits = view.new_cache(), 0, []
-    ids = drawn(sum(FRAMES), seed=1)
-    for count in FRAMES:
+    ids = drawn(sum(frames), seed=1)
+    for count in frames:
         frame = ids[:, position : position + count]
         logits.append(
             view.forward(frame, position=position, cache=cache, sample=count, cancelled=never, plain=plain)[0]

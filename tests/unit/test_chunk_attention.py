@@ -160,6 +160,34 @@ def test_all_else_goes_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attended(monkeypatch, Attention(2, is_causal=False), *chunk(2, 128, 0), None) == []
 
 
+@torch.inference_mode()
+def test_a_modules_own_way_of_chunks_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = chunk(2, 60, 80)
+    mask, module, marked = behind(60, 80), Attention(2), torch.zeros(1)
+    asked: list[tuple[Any, ...]] = []
+
+    def of_chunk(*given: Any) -> torch.Tensor | None:
+        asked.append(given)
+        return marked
+
+    monkeypatch.setattr(module, "of_chunk", of_chunk, raising=False)
+    for scaling, factor in ((None, 16**-0.5), (0.2, 0.2)):
+        assert attend(module, query, key, value, mask, scaling=scaling)[0] is marked
+        assert asked.pop() == (query, key, value, mask, factor)
+    assert attend(module, *chunk(2, 128, 0), None)[0] is marked
+    others: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((*chunk(2, 1, 80), None), {}),
+        ((*chunk(2, 60, 80), mask), {"dropout": 1e-9}),
+        ((*chunk(2, 128, 0), None), {"is_causal": False}),
+    ]
+    asked.clear()
+    for arguments, options in others:
+        attend(module, *arguments, **options)
+    assert not asked
+    monkeypatch.setattr(module, "of_chunk", lambda *_: None)
+    assert attended(monkeypatch, module, query, key, value, mask) == ["products"]
+
+
 def test_what_it_takes_is_said() -> None:
     query, key, _ = chunk(2, 60, 80)
     assert suits(query, key, behind(60, 80))

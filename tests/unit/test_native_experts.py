@@ -152,6 +152,14 @@ def test_another_form_of_the_module_is_left_alone(change: str, shards: Load) -> 
     assert not NativeExperts.can_run(plain)
 
 
+def test_in_float32_they_are_left_alone(shards: Load) -> None:
+    experts = experts_of(shards("qwen3_moe", "float32", **WIDE))
+    assert not any(NativeExperts.can_run(module) for module in experts)
+    for module in experts:
+        module.in_columns = True
+        assert not NativeExperts.can_run(module)
+
+
 def test_the_layout_is_looked_at_and_not_assumed(shards: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.randn(128, 64).bfloat16()
     laid = laid_out(matrix)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshnet_core.dtypes import dtype_bytes
 from meshnet_core.errors import UnsupportedModelError
 from meshnet_core.layer_range import LayerRange
+from meshnet_node import placeable_model
 from meshnet_node.model_files import open_model
+from meshnet_node.packed_linear import can_pack
 from meshnet_node.placeable_model import PlaceableModel
 from meshnet_node.shard_loader import plan_shard
 from tiny_models import CORE, MORE, save_tiny
@@ -47,23 +50,35 @@ def test_dtype_auto_goes_by_what_the_config_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "native"),
+    ("family", "dtype", "packs", "native"),
     [
-        ("llama", "bfloat16", True),
-        ("llama", "float32", False),
-        ("qwen3_next", "bfloat16", True),
-        ("lfm2", "bfloat16", False),
+        ("llama", "bfloat16", False, True),  # its steps, at least
+        ("llama", "float32", False, False),
+        ("llama", "float32", True, True),  # its chunks
+        ("qwen3_next", "bfloat16", False, True),
+        ("lfm2", "bfloat16", False, False),
+        ("lfm2", "bfloat16", True, True),
     ],
 )
-def test_whether_steps_may_be_native_is_known_before_anything_is_loaded(
-    family: str, dtype: str, native: bool, tmp_path: Path
+def test_whether_steps_or_chunks_may_be_native_is_known_before_anything_is_loaded(
+    family: str, dtype: str, packs: bool, native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save_tiny(family, tmp_path / "m")
-    model = PlaceableModel(open_model(str(folder)), dtype=dtype, device="cpu")
-    shard = model.plan(folder, LayerRange(0, 1)).load()
+    monkeypatch.setattr(placeable_model, "can_pack", lambda _: packs)
+    files = open_model(str(save_tiny(family, tmp_path / "m")))
+    assert PlaceableModel(files, dtype=dtype, device="cpu").may_run_native is native
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "lfm2"])
+def test_a_shard_that_asks_for_kernels_was_expected_to(family: str, dtype: str, tmp_path: Path) -> None:
+    if not can_pack(getattr(torch, dtype)):
+        pytest.skip("this CPU packs no weights of that dtype")
+    model = PlaceableModel(open_model(str(save_tiny(family, tmp_path / "m"))), dtype=dtype, device="cpu")
+    shard = model.plan(tmp_path / "m", LayerRange(0, 3)).load()
     asked: list[None] = []
     shard.use_kernels(lambda: asked.append(None))
-    assert (model.may_run_native, bool(asked)) == (native, native)
+    assert model.may_run_native
+    assert asked
 
 
 def test_a_family_with_few_cuts_tells_them(tmp_path: Path) -> None:

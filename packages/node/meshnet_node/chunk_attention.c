@@ -34,7 +34,7 @@ typedef struct {
 
 /* e^x of what is at most 0, as Cephes' expf has it (https://www.netlib.org/cephes/). */
 static inline vector exponential(vector x) {
-    __m512 at = _mm512_max_ps((__m512)x, _mm512_set1_ps(-87.0f));
+    __m512 at = _mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x); /* which is x where that is no number */
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(at, _mm512_set1_ps(1.44269504f)), 0);
     vector r = (vector)_mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), at);
     r = (vector)_mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), (__m512)r);

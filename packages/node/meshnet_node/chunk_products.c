@@ -60,7 +60,7 @@ static inline __attribute__((always_inline)) void block_by(const int way, const 
 static void panel(const product *job, int number, float *room) {
     const matrix *of = job->of;
     int size = of->way == FLOATS ? 4 : 2, blocks = (of->in + MOST_BLOCK - 1) / MOST_BLOCK;
-    int most = (of->in / blocks + 3) / 4 * 4;
+    int most = ((of->in + blocks - 1) / blocks + 3) / 4 * 4;
     int64_t bytes = (int64_t)of->in * COLUMN * size;
     const char *weight = (const char *)of->weight + number * bytes, *end = (const char *)of->weight + of->out / COLUMN * bytes;
     float *sums = room + COLUMN * MOST_BLOCK;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from meshnet_core.errors import UnsupportedModelError
+from meshnet_node.chunk_check import check_chunks
 from meshnet_node.column_layout import in_columns
 from meshnet_node.kernel_library import (
     COLUMN,
@@ -16,6 +16,7 @@ from meshnet_node.kernel_library import (
     MixtureShape,
     StepKernels,
 )
+from meshnet_node.kernel_numbers import drawn, same
 
 
 def check(kernels: StepKernels) -> None:
@@ -26,62 +27,63 @@ def check(kernels: StepKernels) -> None:
     """
     draw = torch.Generator().manual_seed(0)
     rows, width, eps = 3, 80, 1e-5
-    inputs, other, gates = (_drawn(draw, rows, columns) for columns in (width, width, 2 * width))
-    weight, out, summed = _drawn(draw, width), torch.empty_like(inputs), inputs.clone()
+    inputs, other, gates = (drawn(draw, rows, columns) for columns in (width, width, 2 * width))
+    weight, out, summed = drawn(draw, width), torch.empty_like(inputs), inputs.clone()
     kernels.norm(inputs.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
-    _same("norm", out, functional.rms_norm(inputs, (width,), None, eps) * weight)
+    same("norm", out, functional.rms_norm(inputs, (width,), None, eps) * weight)
     kernels.add_norm(summed.data_ptr(), other.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
-    _same("sum", summed, inputs + other)
-    _same("norm of a sum", out, functional.rms_norm(summed, (width,), None, eps) * weight)
+    same("sum", summed, inputs + other)
+    same("norm of a sum", out, functional.rms_norm(summed, (width,), None, eps) * weight)
     kernels.add(summed.data_ptr(), other.data_ptr(), summed.numel())
-    _same("second sum", summed, inputs + other + other)
+    same("second sum", summed, inputs + other + other)
     kernels.silu_mul(gates.data_ptr(), out.data_ptr(), rows, width)
-    _same("gate", out, functional.silu(gates[:, :width]) * gates[:, width:])
+    same("gate", out, functional.silu(gates[:, :width]) * gates[:, width:])
     for heads, key_heads, width, turns in ((6, 2, 64, 1), (5, 1, 128, 0), (2, 2, 24, 1)):
         _check_attention(kernels, draw, AttentionShape(None, heads, key_heads, width, turns, width**-0.5, eps))
     for heads, key_heads, width, key_width in ((4, 2, 64, 32), (2, 2, 128, 16), (3, 1, 24, 40), (1, 1, 200, 8)):
         _check_delta(kernels, draw, DeltaShape(None, None, None, None, heads, key_heads, width, key_width, 4, eps))
     _check_experts(kernels, draw)
     _check_take(kernels, draw)
+    check_chunks(kernels)
 
 
 def _check_attention(kernels: StepKernels, draw: torch.Generator, shape: AttentionShape) -> None:
     """With norms of heads where it has rope."""
     heads, key_heads, width, positions = shape.heads, shape.key_heads, shape.width, 37
-    projected, weight = _drawn(draw, heads + 2 * key_heads, width), _drawn(draw, heads + key_heads, width)
-    cosines, sines = _drawn(draw, width), _drawn(draw, width)
+    projected, weight = drawn(draw, heads + 2 * key_heads, width), drawn(draw, heads + key_heads, width)
+    cosines, sines = drawn(draw, width), drawn(draw, width)
     turned, value = projected[:-key_heads], projected[-key_heads:].clone()
     if shape.turns:
         shape.head_norm = weight.data_ptr()
         turned = functional.rms_norm(turned, (width,), None, shape.eps) * weight
         turned = turned * cosines + turned.roll(width // 2, -1) * sines
     query, key = turned[:heads].clone(), turned[heads:].clone()
-    keys, values = (_drawn(draw, key_heads, positions + 3, width) for _ in range(2))
+    keys, values = (drawn(draw, key_heads, positions + 3, width) for _ in range(2))
     scores, found = torch.empty(MOST_HEADS * positions), torch.empty(heads, width, dtype=torch.bfloat16)
     kernels.attend(
         *(shape, projected.data_ptr(), cosines.data_ptr(), sines.data_ptr(), keys.data_ptr(), values.data_ptr()),
         *(keys.stride(0), values.stride(0), positions, scores.data_ptr(), found.data_ptr()),
     )
-    _same("new keys and values", torch.cat([keys[:, positions - 1], values[:, positions - 1]]), torch.cat([key, value]))
+    same("new keys and values", torch.cat([keys[:, positions - 1], values[:, positions - 1]]), torch.cat([key, value]))
     attended = functional.scaled_dot_product_attention(
         query.float().view(1, heads, 1, width),
         keys[:, :positions].float().unsqueeze(0),
         values[:, :positions].float().unsqueeze(0),
         enable_gqa=True,
     )
-    _same("attention", found, attended.view(heads, width).bfloat16())
+    same("attention", found, attended.view(heads, width).bfloat16())
 
 
 def _check_delta(kernels: StepKernels, draw: torch.Generator, shape: DeltaShape) -> None:
     """The rule as its authors have it: https://arxiv.org/abs/2412.06464."""
     rows, heads, key_heads, width, key_width = 2, shape.heads, shape.key_heads, shape.width, shape.key_width
     keys = key_heads * key_width
-    mixed, conv = _drawn(draw, rows, 2 * keys + heads * width), _drawn(draw, 2 * keys + heads * width, shape.taps)
-    gate, norm, out = (_drawn(draw, *sizes) for sizes in ((rows, heads, width), (width,), (rows, heads, width)))
-    beta, step = _drawn(draw, rows, heads), _drawn(draw, rows, heads)
-    rate, step_bias = -_drawn(draw, heads).float().exp(), _drawn(draw, heads).float()
-    columns = [_drawn(draw, *conv.shape) for _ in range(rows)]
-    states = [_drawn(draw, heads, key_width, width).float() for _ in range(rows)]
+    mixed, conv = drawn(draw, rows, 2 * keys + heads * width), drawn(draw, 2 * keys + heads * width, shape.taps)
+    gate, norm, out = (drawn(draw, *sizes) for sizes in ((rows, heads, width), (width,), (rows, heads, width)))
+    beta, step = drawn(draw, rows, heads), drawn(draw, rows, heads)
+    rate, step_bias = -drawn(draw, heads).float().exp(), drawn(draw, heads).float()
+    columns = [drawn(draw, *conv.shape) for _ in range(rows)]
+    states = [drawn(draw, heads, key_width, width).float() for _ in range(rows)]
     seen = [torch.cat([kept[:, 1:], new[:, None]], 1) for kept, new in zip(columns, mixed, strict=True)]
     before, room = [state.clone() for state in states], torch.empty(mixed.shape[1])
     shape.conv, shape.norm = conv.data_ptr(), norm.data_ptr()
@@ -101,19 +103,19 @@ def _check_delta(kernels: StepKernels, draw: torch.Generator, shape: DeltaShape)
         state += torch.einsum("hk,hw->hkw", key, change)
         found = (torch.einsum("hkw,hk->hw", state, query) * key_width**-0.5).bfloat16()
         wanted = functional.rms_norm(found, (width,), None, shape.eps) * norm * functional.silu(gate[row].float())
-        _same("convolution", columns[row], seen[row])
-        _same("state", states[row], state)
-        _same("answer of a state", out[row], wanted)
+        same("convolution", columns[row], seen[row])
+        same("state", states[row], state)
+        same("answer of a state", out[row], wanted)
 
 
 def _check_experts(kernels: StepKernels, draw: torch.Generator) -> None:
     """Of one expert more than is there, and one that more rows choose than are taken at once."""
     rows, count, chosen, hidden, inner = 6, 3, 2, 2 * COLUMN, COLUMN
-    gate_up = [_drawn(draw, 2 * inner, hidden) / 8 for _ in range(count)]
-    down = [_drawn(draw, hidden, inner) / 8 for _ in range(count)]
+    gate_up = [drawn(draw, 2 * inner, hidden) / 8 for _ in range(count)]
+    down = [drawn(draw, hidden, inner) / 8 for _ in range(count)]
     laid = [[in_columns(matrix) for matrix in stack] for stack in (gate_up, down)]
     addresses = [torch.tensor([matrix.data_ptr() for matrix in stack]) for stack in laid]
-    x, weights = _drawn(draw, rows, hidden), _drawn(draw, rows, chosen)
+    x, weights = drawn(draw, rows, hidden), drawn(draw, rows, chosen)
     experts = torch.tensor([[0, 1], [1, 2], [1, 0], [1, count], [2, 1], [1, 0]])
     shape = MixtureShape(addresses[0].data_ptr(), addresses[1].data_ptr(), count, chosen, hidden, inner, 1)
     room = torch.empty(MOST_SHARING, 2 * inner + hidden, dtype=torch.bfloat16)
@@ -128,7 +130,7 @@ def _check_experts(kernels: StepKernels, draw: torch.Generator) -> None:
                 both = functional.linear(x[row], gate_up[expert])
                 one = functional.linear(functional.silu(both[:inner]) * both[inner:], down[expert])
                 wanted[row] += (one * weighing[row, place]).float()
-        _same("sum of experts", out, wanted.bfloat16())
+        same("sum of experts", out, wanted.bfloat16())
 
 
 def _check_take(kernels: StepKernels, draw: torch.Generator) -> None:
@@ -136,20 +138,10 @@ def _check_take(kernels: StepKernels, draw: torch.Generator) -> None:
     groups, half, group = 2, 2, 32
     for planes in (1, 2):
         codes = torch.randint(0, 256, (groups, planes, group, half), generator=draw, dtype=torch.uint8)
-        scales, out = _drawn(draw, groups, 4, 2), torch.empty(groups, group, dtype=torch.bfloat16)
+        scales, out = drawn(draw, groups, 4, 2), torch.empty(groups, group, dtype=torch.bfloat16)
         at = (codes.data_ptr(), scales[:, 3].data_ptr(), out.data_ptr())
         kernels.take(*at, groups, planes, half, 1, 4, scales.stride(0))
         own = (codes[..., 1] >> 4).float()
         scale, zero = scales[:, 3, :1].float(), scales[:, 3, 1:].float()
         wanted = (own[:, 0] - 8) * scale + zero if planes == 1 else (16 * own[:, 0] + own[:, 1] - 128) * scale
-        _same("row of a packed matrix", out, wanted.bfloat16())
-
-
-def _drawn(draw: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=draw).bfloat16()
-
-
-def _same(what: str, ours: torch.Tensor, torchs: torch.Tensor) -> None:
-    # Two units in the last place, and as much beside results that nearly cancel.
-    if not torch.allclose(ours.float(), torchs.float(), rtol=2**-6, atol=2**-7):
-        raise UnsupportedModelError(f"what this machine's compiler made of them gives another {what} than torch")
+        same("row of a packed matrix", out, wanted.bfloat16())

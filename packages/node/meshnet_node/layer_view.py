@@ -160,7 +160,7 @@ class LayerView:
 
     def drop_kernels(self) -> None:
         """Take steps and chunks plainly again."""
-        self.native = None
+        self.native = self.chunk = None
         if self.chunks is not None:
             self.chunks.leave()
         self.chunks = None
@@ -254,6 +254,8 @@ class LayerView:
         """
         if self.parts is not None:
             self.parts.turn(on=True)
+        if self.chunks is not None:
+            self.chunks.is_on = True
         if (native := self.native) is not None:
             rows = len(positions) if sample else 0
             return self._run_native(native, inputs, positions, caches, rows, cancelled)

@@ -83,4 +83,11 @@ def _suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     batch, heads, _, width = query.shape
     alike = query.dtype is key.dtype is value.dtype and query.dtype in _WAYS and key.shape == value.shape
     dense = query.stride(3) == 1 and all(each.stride()[2:] == (width, 1) for each in (key, value))
-    return batch == 1 and alike and dense and key.shape[3] == width and has_kernel(heads, key.shape[1], width)
+    return (
+        batch == 1
+        and query.is_cpu
+        and alike
+        and dense
+        and key.shape[3] == width
+        and has_kernel(heads, key.shape[1], width)
+    )

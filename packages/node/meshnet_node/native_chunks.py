@@ -18,6 +18,7 @@ from meshnet_node.laid_out_experts import LaidOutExperts
 from meshnet_node.native_chunk_attention import NativeChunkAttention
 from meshnet_node.native_products import IN_STEP, matrix_shape, multiply, quickest_way
 from meshnet_node.packed_linear import PackedLinear
+from meshnet_node.quick_layer import QuickAttention
 
 OF_MANY, OF_CHUNK = "of_many", "of_chunk"
 """The attributes of modules where kernels stand: for products, and for attention."""
@@ -44,7 +45,7 @@ class NativeChunks:
         for module in (module for layer in layers for module in layer.modules()):
             if has_products(module):
                 self._place_products(module)
-            elif attends(module) and kernels.product_ways:
+            elif kernels.product_ways and attends(module):
                 self._place(module, OF_CHUNK, attention.attend)
 
     def __len__(self) -> int:
@@ -58,7 +59,7 @@ class NativeChunks:
 
     def _place_products(self, module: Any) -> None:
         is_linear = isinstance(module, PackedLinear)
-        way = quickest_way(self._kernels, module.weight.dtype if is_linear else torch.bfloat16)
+        way = quickest_way(self._kernels, (module.weight if is_linear else module.down[0]).dtype)
         if way is None:
             return
         if is_linear:
@@ -92,8 +93,11 @@ def has_products(module: nn.Module) -> bool:
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether it is attention that looks for a kernel: of a quick layer, or what transformers' functions take."""
-    return hasattr(module, "num_key_value_groups") and bool(getattr(module, "is_causal", False))
+    """Whether it is attention that looks for a kernel: of a quick layer, or in 16 bits, of transformers' functions."""
+    if not hasattr(module, "num_key_value_groups") or not getattr(module, "is_causal", False):
+        return False
+    dtypes = {torch.bfloat16, torch.float32} if isinstance(module, QuickAttention) else {torch.bfloat16}
+    return all(each.dtype in dtypes and each.device.type == "cpu" for each in module.parameters())
 
 
 def may_have_chunks(layers: Iterable[nn.Module]) -> bool:

@@ -51,6 +51,8 @@ class NativeExperts:
         """Whether ``module`` is such a mixture, of a form that the kernel has."""
         if not isinstance(module, LaidOutExperts) or not module.in_columns:
             return False
+        if module.down[0].dtype is not torch.bfloat16:
+            return False
         plain: Any = module.plain
         act = getattr(plain, "act_fn", None)
         is_silu = isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"

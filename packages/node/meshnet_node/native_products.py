@@ -22,6 +22,11 @@ MOST_ROWS = 256
 """That are multiplied at once: so many sums of a column stay in a core's second cache beside the weights."""
 IN_STEP = 4
 """What the inputs of a matrix are a multiple of."""
+_DTYPES = {
+    ProductWay.FLOATS: torch.float32,
+    ProductWay.WIDENED: torch.bfloat16,
+    ProductWay.PAIRS: torch.bfloat16,
+}
 _TRIAL = (96, 8 * COLUMN, 8 * COLUMN)  # rows, out, in
 _TRIALS = 5
 _ENOUGH = 1.1  # times the library's time that ours may take: what counts for it, cold weights, is not in a trial
@@ -35,8 +40,9 @@ def matrix_shape(weight: torch.Tensor, bias: torch.Tensor | None, way: ProductWa
 
 
 def multiply(kernels: StepKernels, room: ChunkRoom, shape: MatrixShape, inputs: torch.Tensor) -> torch.Tensor | None:
-    """``[..., in]`` without gaps -> ``[..., out]``, of the matrix' dtype; None where threads cannot be shared."""
-    if (team := team_here()) is None:
+    """``[..., in]`` without gaps -> ``[..., out]``; None where threads cannot be shared, or a dtype is another."""
+    team = team_here()
+    if team is None or inputs.dtype is not _DTYPES[shape.way]:
         return None
     rows, out = inputs.view(-1, shape.inputs), inputs.new_empty(*inputs.shape[:-1], shape.out)
     at = room.at(kernels.product_room(shape, min(len(rows), MOST_ROWS), team.threads))
