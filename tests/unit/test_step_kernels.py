@@ -328,7 +328,7 @@ def test_code_that_computes_something_else_is_not_used(
         ("_mm512_fmadd_ps(_mm512_set1_ps(one)", "_mm512_fnmadd_ps(_mm512_set1_ps(one)", "product"),
         ("(from + row * from_stride + VECTOR * i)", "(from + VECTOR * i)", "product"),
         ("memcpy(&both, x, 4)", "memcpy(&both, x, 2)", "product"),
-        ("first[i] & 0xffff0000u", "first[i] & 0xfff00000u", "product"),
+        ("(int)0xffff0000u", "(int)0xfff00000u", "product"),
         ("char *x = job->x + row * stride + (int64_t)start * size", "char *x = job->x + row * stride", "product"),
         ("switch (next - row) { TILE(1); TILE(2);", "switch (next - row) { TILE(1);", "product"),
         ("((const float *)of->bias)[number * COLUMN + i]", "((const float *)of->bias)[i]", "product"),

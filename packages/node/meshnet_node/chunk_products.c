@@ -27,13 +27,13 @@ typedef struct {
 
 /* Pairs of a block, [inputs / 2][64][2], as float32, [inputs][64]. */
 static void widen_block(const char *block, int inputs, float *to) {
-    for (int pair = 0; pair < inputs / 2; pair++, block += 4 * COLUMN, to += 2 * COLUMN) {
-        uint32_t first[COLUMN], second[COLUMN];
-        memcpy(first, block, sizeof first);
-        for (int i = 0; i < COLUMN; i++) second[i] = first[i] & 0xffff0000u, first[i] <<= 16;
-        memcpy(to, first, sizeof first);
-        memcpy(to + COLUMN, second, sizeof second);
-    }
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+    for (int pair = 0; pair < inputs / 2; pair++, to += 2 * COLUMN)
+        for (int i = 0; i < COLUMN; i += VECTOR, block += LINE) {
+            __m512i both = _mm512_loadu_si512(block);
+            _mm512_storeu_si512(to + i, _mm512_slli_epi32(both, 16));
+            _mm512_storeu_si512(to + COLUMN + i, _mm512_and_si512(both, upper));
+        }
 }
 
 /* All rows by a block. */
