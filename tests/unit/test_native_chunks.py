@@ -16,7 +16,7 @@ from meshnet_node.column_layout import lies_in_columns
 from meshnet_node.family_support import FAMILIES
 from meshnet_node.kernel_library import ProductWay
 from meshnet_node.laid_out_experts import LaidOutExperts
-from meshnet_node.layer_view import LayerView
+from meshnet_node.layer_view import ForwardCancelledError, LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.native_chunks import OF_CHUNK, OF_MANY, attends, has_products, may_have_chunks
 from meshnet_node.openmp import parallel_address
@@ -131,6 +131,19 @@ def test_what_is_to_be_exact_does_not_take_them(dtype: str, shards: Load, noting
     assert not noting.calls
 
 
+@torch.inference_mode()
+def test_a_chunk_that_is_cancelled_is_no_fault_of_the_kernels(shards: Load, noting: NotingKernels) -> None:
+    shard = shards("llama")
+    shard.use_kernels(noting)
+    view, looks = shard.whole_view(), iter([False, True])
+    with pytest.raises(ForwardCancelledError):
+        view.forward(
+            drawn(40, seed=1), position=0, cache=view.new_cache(), sample=0, cancelled=lambda: next(looks), plain=False
+        )
+    assert noting.calls["attend_chunk"] == 1
+    assert not view.part_failed
+
+
 @pytest.mark.parametrize("dtype", TWO_KINDS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @torch.inference_mode()
@@ -143,8 +156,11 @@ def test_threads_and_cuts_change_no_bit(family: str, dtype: str, shards: Load, n
     assert view.chunk is not None
     alone = run(view, frames=(100, 60, 40))
     assert torch.equal(run(view, frames=(40, 140, 20)), alone)
-    torch.set_num_threads(3)  # which the fixture takes back
-    assert torch.equal(run(view, frames=(20, 100, 80)), alone)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(run(view, frames=(20, 100, 80)), alone)
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("fails", ["product", "attend_chunk"])

@@ -63,7 +63,7 @@ class NativeChunk:
         room: see :func:`native_chunk`.
 
     Attributes:
-        failed: whether a chunk raised in it.
+        failed: whether a layer raised.
     """
 
     def __init__(self, base: Any, layers: Sequence[QuickLayer], kernels: StepKernels, room: ChunkRoom) -> None:
@@ -90,15 +90,6 @@ class NativeChunk:
         """
         if (team := team_here()) is None:
             return None
-        try:
-            return self._run(inputs, position, cache, look, team)
-        except BaseException:
-            self.failed = True
-            raise
-
-    def _run(
-        self, inputs: torch.Tensor, position: int, cache: DynamicCache, look: Callable[[], None], team: Team
-    ) -> torch.Tensor:
         hidden: torch.Tensor = self._base.embed_tokens(inputs) if inputs.dim() == 2 else inputs
         if hidden.dtype is not self._dtype:  # it is read by address
             raise TypeError(f"a native chunk takes hidden states in {self._dtype}, not in {hidden.dtype}")
@@ -108,8 +99,13 @@ class NativeChunk:
         residual, branch = hidden.clone(memory_format=torch.contiguous_format), None
         for number, layer in enumerate(self._layers):
             look()
-            residual, branch = layer.run(residual, branch, turns, cache.layers[number], team)
+            try:
+                residual, branch = layer.run(residual, branch, turns, cache.layers[number], team)
+            except BaseException:
+                self.failed = True
+                raise
         assert branch is not None  # noqa: S101 - there are layers
+        branch = branch.contiguous()
         out = residual if self._norm is None else torch.empty_like(residual)
         weight, eps = (None, 0.0) if self._norm is None else (self._norm.weight.data_ptr(), self._norm.eps)
         addresses = (residual.data_ptr(), branch.data_ptr(), weight, out.data_ptr())
@@ -150,12 +146,12 @@ class _ChunkLayer:
             team: of threads.
         """
         own, first = self._own, self._added(residual, branch, 0, team)
-        out: torch.Tensor = own.o_proj(self._attended(own.qkv_proj(first), turns, slot, team))
+        out: torch.Tensor = own.o_proj(self._attended(own.qkv_proj(first).contiguous(), turns, slot, team))
         normed = self._added(residual, out, 1, team)
         mlp = self._mlp
         if not (isinstance(mlp, QuickMlp) and is_gated(mlp)):
             return residual, mlp(normed)
-        gates = mlp.gate_up_proj(normed)
+        gates = mlp.gate_up_proj(normed).contiguous()
         gated = gates.new_empty(*gates.shape[:-1], gates.shape[-1] // 2)
         shape = (gated.shape[1], gated.shape[2])
         self._kernels.chunk_silu_mul(self._is_float, gates.data_ptr(), gated.data_ptr(), *shape, *team)
@@ -164,6 +160,7 @@ class _ChunkLayer:
     def _added(self, residual: torch.Tensor, branch: torch.Tensor | None, norm: int, team: Team) -> torch.Tensor:
         """The sum, in ``residual``, and the norm of it."""
         out, own = torch.empty_like(residual), self._norms[norm]
+        branch = None if branch is None else branch.contiguous()
         branch_at = None if branch is None else branch.data_ptr()
         addresses = (residual.data_ptr(), branch_at, own.weight.data_ptr(), out.data_ptr())
         shape = residual.shape[1:]
