@@ -11,7 +11,7 @@ import torch
 from meshnet_node import chunk_room
 from meshnet_node.chunk_room import ChunkRoom, Team, team_here
 from meshnet_node.column_layout import in_columns
-from meshnet_node.kernel_library import MatrixShape, ProductWay, StepKernels
+from meshnet_node.kernel_library import MatrixShape, ProductWay
 from meshnet_node.native_chunk_attention import NativeChunkAttention
 from meshnet_node.native_products import multiply
 from meshnet_node.openmp import gnu_openmp, parallel_address
@@ -56,7 +56,7 @@ def test_without_a_team_kernels_take_nothing(another_system: None, monkeypatch: 
 
     assert all(each is not None for each in found())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(StepKernels, "product_room", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(kernels, "product_room", lambda *_: pytest.fail("went on"))
     assert found() == [None, None]
 
 
@@ -79,3 +79,13 @@ def test_room_is_aligned_and_kept() -> None:
     assert addresses[0] + 4000 <= held.data_ptr() + 4 * held.numel()
     assert room.at(5000) % 64 == 0
     assert room._held is not held
+
+
+def test_room_is_of_float32_whatever_the_default_is() -> None:
+    room, before = ChunkRoom(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        room.at(1000)
+    finally:
+        torch.set_default_dtype(before)
+    assert room._held.nbytes >= 4000

@@ -16,6 +16,7 @@ from meshnet_node.column_layout import lies_in_columns
 from meshnet_node.family_support import FAMILIES
 from meshnet_node.kernel_library import ProductWay
 from meshnet_node.laid_out_experts import LaidOutExperts
+from meshnet_node.layer_sketches import sketch_layers
 from meshnet_node.layer_view import ForwardCancelledError, LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.native_chunks import OF_CHUNK, OF_MANY, attends, has_products, may_have_chunks
@@ -131,11 +132,46 @@ def test_what_is_to_be_exact_does_not_take_them(dtype: str, shards: Load, noting
     assert not noting.calls
 
 
+def test_kernels_that_cannot_all_be_placed_are_not_there(
+    shards: Load, noting: NotingKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = iter([ProductWay.WIDENED, ProductWay.WIDENED])
+    monkeypatch.setattr(native_chunks, "quickest_way", lambda *_: next(ways))
+    shard = shards("llama")
+    shard.use_kernels(noting)
+    assert shard.whole_view().chunks is None
+    assert not placed(shard.whole_view())
+
+
+def test_what_fails_beside_the_layers_is_the_last_too(
+    shards: Load, noting: NotingKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = shards("llama")
+    shard.use_kernels(noting)
+    view = shard.whole_view()
+    assert view.chunk is not None
+    monkeypatch.setattr(view.chunk, "_ended", lambda *_: 1 // 0)
+    work = ShardWork(0, shard.new_state(0), 0, 40, drawn(40, seed=1).int().numpy().tobytes(), "bfloat16")
+    assert isinstance(shard.forward([work])[0], HopFailedError)
+    assert view.chunk is None
+    assert not placed(view)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_layers_can_be_sketched_while_kernels_stand_in_them(family: str, shards: Load, noting: NotingKernels) -> None:
+    shard = shards(family, "float32")
+    before = [each.kind for each in sketch_layers(shard, lambda: False)]
+    shard.use_kernels(noting)
+    assert placed(shard.whole_view())
+    assert [each.kind for each in sketch_layers(shard, lambda: False)] == before
+
+
 @torch.inference_mode()
 def test_a_chunk_that_is_cancelled_is_no_fault_of_the_kernels(shards: Load, noting: NotingKernels) -> None:
     shard = shards("llama")
     shard.use_kernels(noting)
     view, looks = shard.whole_view(), iter([False, True])
+    noting.calls.clear()
     with pytest.raises(ForwardCancelledError):
         view.forward(
             drawn(40, seed=1), position=0, cache=view.new_cache(), sample=0, cancelled=lambda: next(looks), plain=False

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshnet_node.packed_linear import PackedLinear, can_pack, pack_linears
+from meshnet_node.column_layout import lies_in_columns
+from meshnet_node.packed_linear import PackedLinear, can_pack, laid_out, pack_linears
 
 DTYPES = [
     pytest.param(dtype, marks=pytest.mark.skipif(not can_pack(dtype), reason=f"this CPU's torch packs no {dtype}"))
@@ -69,3 +70,11 @@ def test_large_products_are_packed_where_the_cpu_has_their_dtype_and_no_others()
     sixteen = {"layers.0.0", "layers.0.2"} if can_pack(torch.bfloat16) else set()
     assert packed == sixteen | ({"wide"} if can_pack(torch.float32) else set())
     assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_matrix_that_looks_alike_in_any_order_tells_no_layout(dtype: torch.dtype) -> None:
+    nothing, drawn = torch.zeros(128, 64, dtype=dtype), torch.randn(128, 64).to(dtype)
+    assert lies_in_columns(laid_out(nothing), nothing) is None
+    assert not PackedLinear(nothing, None).in_columns
+    assert PackedLinear(drawn, None).in_columns is lies_in_columns(laid_out(drawn), drawn)

@@ -279,7 +279,23 @@ def test_a_library_of_something_else_is_not_used(
     monkeypatch.setattr(module, "SOURCES", {other: ()})
     with caplog.at_level(logging.INFO):
         assert kernels_here.__wrapped__().kernels is None
-    assert "small operations of decode steps are torch's" in caplog.text
+    assert "steps and chunks are torch's alone" in caplog.text
+
+
+@needs_compiler
+def test_a_cpu_without_instructions_for_bfloat16_rounds_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: StepKernels
+) -> None:
+    if ProductWay.PAIRS not in kernels.product_ways:
+        pytest.skip("this CPU has none")
+    monkeypatch.setenv("MESHNET_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", shlex.join([*compiler(), "-mno-avx512bf16"]))
+    monkeypatch.setattr(module, "_NATIVE", (["-march=native", "-mno-avx512bf16"][0],))
+    plain = kernels_here.__wrapped__().kernels
+    assert plain is not None
+    if ProductWay.PAIRS in plain.product_ways:  # the compiler takes the last word for -march
+        pytest.skip("this compiler cannot leave them out")
+    assert plain.product_ways == {ProductWay.FLOATS, ProductWay.WIDENED}  # and what they give was checked
 
 
 def script(path: Path, does: str) -> Path:
@@ -329,7 +345,7 @@ def test_code_that_computes_something_else_is_not_used(
         ("(from + row * from_stride + VECTOR * i)", "(from + VECTOR * i)", "product"),
         ("memcpy(&both, x, 4)", "memcpy(&both, x, 2)", "product"),
         ("(int)0xffff0000u", "(int)0xfff00000u", "product"),
-        ("char *x = job->x + row * stride + (int64_t)start * size", "char *x = job->x + row * stride", "product"),
+        ("job->x) + top * stride + (int64_t)start * size", "job->x) + top * stride", "product"),
         ("switch (next - row) { TILE(1); TILE(2);", "switch (next - row) { TILE(1);", "product"),
         ("((const float *)of->bias)[number * COLUMN + i]", "((const float *)of->bias)[i]", "product"),
         ("wide(((const bf16 *)of->bias)[number * COLUMN + i])", "0.0f", "product"),

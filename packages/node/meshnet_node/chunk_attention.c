@@ -105,6 +105,7 @@ static void take_in(const chunk *at, int head, int start, float *keys, float *va
 /* Queries [first, last) of the heads that share one head of keys. */
 static void attend(const chunk *at, int head, int first, int last, float *room) {
     int width = at->width, sharing = at->heads / at->key_heads, rows = (last - first) * sharing;
+    if (!rows) return; /* there are more parts than queries */
     int before = at->positions - at->count + first; /* keys that all of these see, but for their own */
     float *keys = room, *values = keys + (int64_t)KEYS * width, *scores = values + (int64_t)KEYS * width;
     float *query = scores + ROWS * KEYS, *found = query + (int64_t)MOST_ROWS * width, *most = found + (int64_t)MOST_ROWS * width;

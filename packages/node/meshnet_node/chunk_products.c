@@ -15,14 +15,15 @@ typedef struct {
 
 #ifdef __AVX512F__
 
-enum { MOST_BLOCK = 96 };
+enum { MOST_BLOCK = 96, EVEN = 4, LEAST_SHARE = 24 }; /* panels for each thread that are enough; rows that are worth a share */
 
 typedef struct {
     const matrix *of;
-    int rows, parts, taken;
+    int rows, shares, parts, taken; /* shares of the rows; parts of the work, and those that were begun */
     const char *x;
     char *out;
-    float *room; /* for each part: a block in float32, and the sums of all rows */
+    float *widened; /* all of x */
+    float *room;    /* for each part: a block in float32, and the sums of all rows */
 } product;
 
 /* Pairs of a block, [inputs / 2][64][2], as float32, [inputs][64]. */
@@ -36,16 +37,17 @@ static void widen_block(const char *block, int inputs, float *to) {
         }
 }
 
-/* All rows by a block. */
-static inline __attribute__((always_inline)) void block_by(const int way, const product *job, const char *block, int start,
-                                                            int inputs, const float *first, float *sums,
-                                                            const char *ahead, int64_t ahead_bytes) {
-    int size = way == PAIRS ? 2 : 4, entries = inputs * size / 4, groups = (job->rows + ROWS - 1) / ROWS;
+/* Rows [top, bottom) by a block. */
+static inline __attribute__((always_inline)) void block_by(const int way, const product *job, int top, int bottom,
+                                                            const char *block, int start, int inputs, const float *first,
+                                                            float *sums, const char *ahead, int64_t ahead_bytes) {
+    int size = way == PAIRS ? 2 : 4, entries = inputs * size / 4, rows = bottom - top, groups = (rows + ROWS - 1) / ROWS;
     int64_t stride = (int64_t)job->of->in * size, lines = ahead_bytes / LINE, turns = entries / 2;
     int fetched = (int)((lines + turns * groups - 1) / (turns * groups));
+    const char *all = (way == WIDENED ? (const char *)job->widened : job->x) + top * stride + (int64_t)start * size;
     for (int group = 0; group < groups; group++) {
-        int row = (int)((int64_t)job->rows * group / groups), next = (int)((int64_t)job->rows * (group + 1) / groups);
-        const char *x = job->x + row * stride + (int64_t)start * size, *share = ahead + group * turns * fetched * LINE;
+        int row = (int)((int64_t)rows * group / groups), next = (int)((int64_t)rows * (group + 1) / groups);
+        const char *x = all + row * stride, *share = ahead + group * turns * fetched * LINE;
         const float *from = start ? sums + (int64_t)row * COLUMN : first;
 #define TILE(COUNT) \
     case COUNT: \
@@ -56,8 +58,8 @@ static inline __attribute__((always_inline)) void block_by(const int way, const 
     }
 }
 
-/* 64 outputs of all rows. */
-static void panel(const product *job, int number, float *room) {
+/* 64 outputs of rows [top, bottom). */
+static void panel(const product *job, int number, int top, int bottom, float *room) {
     const matrix *of = job->of;
     int size = of->way == FLOATS ? 4 : 2, blocks = (of->in + MOST_BLOCK - 1) / MOST_BLOCK;
     int most = ((of->in + blocks - 1) / blocks + 3) / 4 * 4;
@@ -76,13 +78,13 @@ static void panel(const product *job, int number, float *room) {
         int64_t fetched = end - ahead < length ? end - ahead : length;
         if (of->way == WIDENED) widen_block(block, inputs, room), block = (const char *)room;
         switch (of->way) {
-        case FLOATS: block_by(FLOATS, job, block, start, inputs, first, sums, ahead, fetched); break;
-        case WIDENED: block_by(WIDENED, job, block, start, inputs, first, sums, ahead, fetched); break;
-        default: block_by(PAIRS, job, block, start, inputs, first, sums, ahead, fetched);
+        case FLOATS: block_by(FLOATS, job, top, bottom, block, start, inputs, first, sums, ahead, fetched); break;
+        case WIDENED: block_by(WIDENED, job, top, bottom, block, start, inputs, first, sums, ahead, fetched); break;
+        default: block_by(PAIRS, job, top, bottom, block, start, inputs, first, sums, ahead, fetched);
         }
     }
-    char *out = job->out + (int64_t)number * COLUMN * size;
-    for (int row = 0; row < job->rows; row++, sums += COLUMN, out += (int64_t)of->out * size)
+    char *out = job->out + ((int64_t)top * of->out + (int64_t)number * COLUMN) * size;
+    for (int row = top; row < bottom; row++, sums += COLUMN, out += (int64_t)of->out * size)
         if (size == 4)
             memcpy(out, sums, COLUMN * sizeof(float));
         else
@@ -91,33 +93,53 @@ static void panel(const product *job, int number, float *room) {
 
 static void take_parts(void *data) {
     product *job = data;
-    int panels = job->of->out / COLUMN;
-    for (int part; (part = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED)) < job->parts;) {
-        float *room = job->room + (int64_t)part * COLUMN * (MOST_BLOCK + job->rows);
-        for (int number = panels * part / job->parts; number < panels * (part + 1) / job->parts; number++)
-            panel(job, number, room);
+    int64_t panels = job->of->out / COLUMN, tasks = panels * job->shares;
+    for (int64_t part; (part = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED)) < job->parts;) {
+        float *room = job->room + part * COLUMN * (MOST_BLOCK + job->rows);
+        for (int64_t task = tasks * part / job->parts; task < tasks * (part + 1) / job->parts; task++) {
+            int64_t share = task / panels;
+            panel(job, (int)(task % panels), (int)(job->rows * share / job->shares),
+                  (int)(job->rows * (share + 1) / job->shares), room);
+        }
     }
 }
 
-/* `room` is aligned to 64 bytes: for rows * in values where they are widened, and rows + 768 times 64 for each thread. */
+static void widen_parts(void *data) {
+    product *job = data;
+    int64_t count = (int64_t)job->rows * job->of->in;
+    for (int64_t part; (part = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED)) < job->parts;)
+        for (int64_t i = count * part / job->parts; i < count * (part + 1) / job->parts; i++)
+            job->widened[i] = wide(((const bf16 *)(const void *)job->x)[i]);
+}
+
+static int64_t widened_values(const matrix *of, int rows) {
+    return of->way == WIDENED ? ((int64_t)rows * of->in + VECTOR - 1) / VECTOR * VECTOR : 0;
+}
+
+int64_t meshnet_product_room(const matrix *of, int rows, int threads) {
+    return widened_values(of, rows) + (int64_t)threads * COLUMN * (MOST_BLOCK + rows);
+}
+
+/* `room` is aligned to 64 bytes, and has what the function above says. */
 void meshnet_product(const matrix *of, int rows, const void *x, void *out, float *room, int threads, parallel *run) {
-    product job = {of, rows, threads, 0, x, out, room};
-    if (of->way == WIDENED) {
-        int64_t count = (int64_t)rows * of->in;
-        for (int64_t i = 0; i < count; i++) room[i] = wide(((const bf16 *)x)[i]);
-        job.x = (const char *)room;
-        job.room += (count + VECTOR - 1) / VECTOR * VECTOR;
+    product job = {of, rows, 1, threads, 0, x, out, room, room + widened_values(of, rows)};
+    int panels = of->out / COLUMN, most = (rows + LEAST_SHARE - 1) / LEAST_SHARE;
+    if (threads > 1 && panels < EVEN * threads) { /* so few that some threads would have nothing to do at the end */
+        int wanted = (EVEN * threads + panels - 1) / panels;
+        job.shares = wanted < most ? wanted : most;
     }
-    if (threads > 1)
-        run(take_parts, &job, (unsigned)threads, 0);
-    else
-        take_parts(&job);
+    if (of->way == WIDENED) {
+        threads > 1 ? run(widen_parts, &job, (unsigned)threads, 0) : widen_parts(&job);
+        job.taken = 0;
+    }
+    threads > 1 ? run(take_parts, &job, (unsigned)threads, 0) : take_parts(&job);
 }
 
 int meshnet_product_ways(void) { return WAYS; }
 
 #else
 int meshnet_product_ways(void) { return 0; }
+int64_t meshnet_product_room(const matrix *of, int rows, int threads) { return (void)of, (void)rows, (void)threads, 0; }
 void meshnet_product(const matrix *of, int rows, const void *x, void *out, float *room, int threads, parallel *run) {
     (void)of, (void)rows, (void)x, (void)out, (void)room, (void)threads, (void)run;
 }

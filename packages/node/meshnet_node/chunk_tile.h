@@ -30,10 +30,17 @@ static inline void narrow(const float *from, bf16 *to) {
     _mm256_storeu_si256((__m256i *)(void *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from)));
 }
 #else
-enum { WAYS = 1 };
+enum { WAYS = 2 };
 
 static inline vector add_pairs(vector sum, const char *x, const char *line) { return (void)x, (void)line, sum; }
-static inline void narrow(const float *from, bf16 *to) { (void)from, (void)to; }
+
+static inline void narrow(const float *from, bf16 *to) { /* to nearest, ties to even; what is no number stays none */
+    __m512 values = _mm512_loadu_ps(from);
+    __m512i bits = _mm512_castps_si512(values), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+    bits = _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi32_epi16(bits));
+}
 #endif
 
 static inline vector add_floats(vector sum, const char *x, const char *line) {

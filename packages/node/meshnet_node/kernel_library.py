@@ -17,14 +17,13 @@ MOST_SHARING = 4
 """Rows that a matrix is read for at once."""
 COLUMN = 64
 """Outputs whose weights lie together in a matrix in columns."""
-_VECTOR, _MOST_BLOCK = 16, 96
 
 
 class AttentionShape(ctypes.Structure):
     """What an attention layer is to :meth:`StepKernels.attend`; held by whoever passes its address.
 
-    ``head_norm``: address of bfloat16 ``[heads + key_heads, width]``, or None; ``turns``: whether rope is applied;
-    ``eps``: of the heads' norms.
+    ``head_norm``: address of ``[heads + key_heads, width]``, in the dtype of what attends, or None; ``turns``: whether
+    rope is applied; ``eps``: of the heads' norms.
     """
 
     _fields_ = (
@@ -102,7 +101,7 @@ class ChunkShape(ctypes.Structure):
 class StepKernels:
     """The functions of one library. Arguments are addresses of dense bfloat16 tensors, unless it says otherwise.
 
-    The interpreter's lock is kept meanwhile: they take microseconds, but for `attend_long`, `delta` and `experts`.
+    The interpreter's lock is kept meanwhile: they take microseconds, but for those that say otherwise.
 
     Attributes:
         norm: ``(x, weight, out, rows, width, eps)``: transformers' RMS norm of each row.
@@ -129,9 +128,9 @@ class StepKernels:
             behind the last one gives nothing. ``room``: for ``MOST_SHARING * (2 * inner + hidden)`` values, ``made``:
             float32 ``[rows, k, hidden]``. Other threads may run meanwhile.
         product: ``(shape, rows, x, out, room, threads, parallel)``: ``x`` ``[rows, in]`` by a matrix whose ``in`` is a
-            multiple of 4, and ``out`` of ``COLUMN``. ``room``: for :meth:`product_room` float32, at a multiple of 64
-            bytes; ``parallel``: for more threads than one, the address of libgomp's ``GOMP_parallel``. Other threads
-            may run meanwhile.
+            multiple of 4, and ``out`` of ``COLUMN``. ``room``: for ``product_room(shape, rows, threads)`` float32, at a
+            multiple of 64 bytes; ``parallel``: for more threads than one, the address of libgomp's ``GOMP_parallel``.
+            Other threads may run meanwhile.
         product_ways: the ways that this CPU has; with none there is no `attend_chunk` either.
         attend_chunk: ``(shape, room, threads, parallel)``: each of ``count`` queries' heads over the keys up to its
             own, the last ``count`` of ``positions``; ``width`` is a multiple of ``COLUMN``. ``room``: for ``threads``
@@ -167,13 +166,9 @@ class StepKernels:
         self.chunk_take_in = _bound(unlocked.meshnet_chunk_take_in, *taken_in)
         self.chunk_room = library.meshnet_attend_chunk_room
         self.chunk_room.argtypes, self.chunk_room.restype = (n,), c_int64
+        self.product_room = library.meshnet_product_room
+        self.product_room.argtypes, self.product_room.restype = (POINTER(MatrixShape), n, n), c_int64
         self.product_ways = frozenset(list(ProductWay)[: library.meshnet_product_ways()])
-
-    @staticmethod
-    def product_room(shape: MatrixShape, rows: int, threads: int) -> int:
-        """Values of the room that a product takes."""
-        widened = -(-rows * shape.inputs // _VECTOR) * _VECTOR if shape.way == ProductWay.WIDENED else 0
-        return widened + threads * COLUMN * (_MOST_BLOCK + rows)
 
 
 def _bound(function: Any, *arguments: Any) -> Any:

@@ -43,7 +43,7 @@ class LaidOutExperts(nn.Module):
         for name, laid in zip(EXPERT_WEIGHTS, stacks, strict=True):
             stack = experts._parameters.pop(name).detach()
             laid.extend(nn.Parameter(laid_out(expert), requires_grad=False) for expert in stack)
-            self.in_columns = self.in_columns and lies_in_columns(laid[0], stack[0])
+            self.in_columns = self.in_columns and bool(lies_in_columns(laid[0], stack[0]))
         self.plain = experts
         self.gate_up, self.down = stacks
 

@@ -26,6 +26,7 @@ from meshnet_node.frame_attempts import FrameAttempts
 from meshnet_node.frame_tensors import FrameTensors
 from meshnet_node.kernel_library import StepKernels
 from meshnet_node.layer_view import ForwardCancelledError, LayerView
+from meshnet_node.native_step import MOST_ROWS
 from meshnet_node.session_state import SessionState, walk_tensors
 from meshnet_node.shard_work import ShardResult, ShardWork, never
 from meshnet_node.state_cost import StateCosts, measured_costs
@@ -162,7 +163,7 @@ class TorchModelShard:
                 self._steps.use_compiled(layers, self._views.values())
 
     def use_kernels(self, find: Callable[[], StepKernels | None] = step_kernels) -> None:
-        """Take decode steps that need not be exact through C kernels, where layers can be run so and there are some.
+        """Take frames that need not be exact through C kernels, where layers can be run so and there are some.
 
         Args:
             find: builds them where need be; asked only where layers may be run so.
@@ -176,7 +177,7 @@ class TorchModelShard:
             try:
                 with self._views_lock:
                     self._steps.use_kernels(kernels, self._views.values())
-                self._run_two()  # what cannot run is found out before it serves
+                self._try_out()  # what cannot run is found out before it serves
             except Exception as error:  # noqa: BLE001 - the plain steps serve
                 with self._views_lock:
                     self._steps.drop_kernels(self._views.values(), error)
@@ -192,11 +193,14 @@ class TorchModelShard:
         return self._view(self.layers.start).runs_native
 
     @torch.inference_mode()
-    def _run_two(self) -> None:
-        view, inputs = self.whole_view(), self._tensors.of_one_position(self.layers.start)
-        cache, sample = view.new_cache(), int(self.is_last)
-        for position in range(2):
+    def _try_out(self) -> None:
+        """A chunk that is longer than a step, and a step."""
+        view, one = self.whole_view(), self._tensors.of_one_position(self.layers.start)
+        cache, sample, position = view.new_cache(), int(self.is_last), 0
+        for count in (MOST_ROWS + 1, 1):
+            inputs = one.expand(1, count, *one.shape[2:]).contiguous()
             view.forward(inputs, position=position, cache=cache, sample=sample, cancelled=never)
+            position += count
 
     def _step_failed(self, position: int, seq_len: int, error: BaseException, *, together: bool = False) -> None:
         """A frame that need not be exact failed. What is told of in our own words is not the layers' fault."""

@@ -9,7 +9,8 @@ the quick layers' way. Knows no frames and no names of sessions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,11 +20,9 @@ from transformers import DynamicCache
 from meshnet_node.chunk_room import ChunkRoom, Team, team_here
 from meshnet_node.growing_cache import GrowingLayer
 from meshnet_node.kernel_library import AttentionShape, StepKernels
-from meshnet_node.native_chunk_attention import NativeChunkAttention, has_kernel
+from meshnet_node.native_chunk_attention import NativeChunkAttention, attends_in, has_kernel
 from meshnet_node.native_step import is_gated
 from meshnet_node.quick_layer import QuickLayer, QuickMlp, RmsNorm
-
-_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def native_chunk(
@@ -39,16 +38,16 @@ def native_chunk(
         room: that others use in between.
     """
     known = [layer for layer in layers if isinstance(layer, QuickLayer)]
-    if not kernels.product_ways or len(known) < max(1, len(layers)) or not all(map(_can_run, known)):
+    if len(known) < max(1, len(layers)) or not all(_can_run(layer, kernels) for layer in known):
         return None
     if not all(type(slot) is GrowingLayer for slot in cache.layers):
         return None
     return NativeChunk(base, known, kernels, room)
 
 
-def _can_run(layer: QuickLayer) -> bool:
+def _can_run(layer: QuickLayer, kernels: StepKernels) -> bool:
     attention, norms = layer.self_attn, (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
-    alike = norms[0].dtype is norms[1].dtype and norms[0].dtype in _DTYPES
+    alike = norms[0].dtype is norms[1].dtype and attends_in(norms[0].dtype, kernels)
     on_cpu = all(weight.device.type == "cpu" for weight in norms)
     return alike and on_cpu and has_kernel(attention.heads, attention.key_heads, attention.width)
 
@@ -63,7 +62,7 @@ class NativeChunk:
         room: see :func:`native_chunk`.
 
     Attributes:
-        failed: whether a layer raised.
+        failed: whether a chunk raised, unless that was ``look``'s.
     """
 
     def __init__(self, base: Any, layers: Sequence[QuickLayer], kernels: StepKernels, room: ChunkRoom) -> None:
@@ -90,26 +89,41 @@ class NativeChunk:
         """
         if (team := team_here()) is None:
             return None
+        with self._noting_failure():
+            hidden, turns = self._begin(inputs, position)
+            residual, branch = hidden.clone(memory_format=torch.contiguous_format), None
+        for number, layer in enumerate(self._layers):
+            look()
+            with self._noting_failure():
+                residual, branch = layer.run(residual, branch, turns, cache.layers[number], team)
+        with self._noting_failure():
+            return self._ended(residual, branch, team)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.failed = True
+            raise
+
+    def _begin(self, inputs: torch.Tensor, position: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Hidden states, and cosines and sines of their positions."""
         hidden: torch.Tensor = self._base.embed_tokens(inputs) if inputs.dim() == 2 else inputs
         if hidden.dtype is not self._dtype:  # it is read by address
             raise TypeError(f"a native chunk takes hidden states in {self._dtype}, not in {hidden.dtype}")
-        _, count, width = hidden.shape
+        count = hidden.shape[1]
         at = torch.arange(position, position + count).unsqueeze(0)
-        turns = tuple(each.reshape(count, -1).contiguous() for each in self._base.rotary_emb(hidden, at))
-        residual, branch = hidden.clone(memory_format=torch.contiguous_format), None
-        for number, layer in enumerate(self._layers):
-            look()
-            try:
-                residual, branch = layer.run(residual, branch, turns, cache.layers[number], team)
-            except BaseException:
-                self.failed = True
-                raise
-        assert branch is not None  # noqa: S101 - there are layers
+        return hidden, tuple(each.reshape(count, -1).contiguous() for each in self._base.rotary_emb(hidden, at))
+
+    def _ended(self, residual: torch.Tensor, branch: torch.Tensor | None, team: Team) -> torch.Tensor:
+        if branch is None:
+            raise ValueError("a view without layers has no chunks")
         branch = branch.contiguous()
         out = residual if self._norm is None else torch.empty_like(residual)
         weight, eps = (None, 0.0) if self._norm is None else (self._norm.weight.data_ptr(), self._norm.eps)
         addresses = (residual.data_ptr(), branch.data_ptr(), weight, out.data_ptr())
-        self._kernels.chunk_add_norm(self._dtype is torch.float32, *addresses, count, width, eps, *team)
+        self._kernels.chunk_add_norm(self._dtype is torch.float32, *addresses, *residual.shape[1:], eps, *team)
         return out
 
 

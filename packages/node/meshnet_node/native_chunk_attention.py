@@ -73,6 +73,13 @@ class NativeChunkAttention:
         return True
 
 
+def attends_in(dtype: torch.dtype, kernels: StepKernels) -> bool:
+    """Whether the kernel is for ``dtype`` here: with AMX torch's own multiplies bfloat16 at many times the speed."""
+    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return False
+    return _WAYS.get(dtype) in kernels.product_ways
+
+
 def has_kernel(heads: int, key_heads: int, width: int) -> bool:
     """Whether the kernel has heads of these numbers and this width."""
     sharing, left = divmod(heads, key_heads)

@@ -15,7 +15,7 @@ from torch import nn
 from meshnet_node.chunk_room import ChunkRoom
 from meshnet_node.kernel_library import MatrixShape, StepKernels
 from meshnet_node.laid_out_experts import LaidOutExperts
-from meshnet_node.native_chunk_attention import NativeChunkAttention
+from meshnet_node.native_chunk_attention import NativeChunkAttention, attends_in
 from meshnet_node.native_products import IN_STEP, matrix_shape, multiply, quickest_way
 from meshnet_node.packed_linear import PackedLinear
 from meshnet_node.quick_layer import QuickAttention
@@ -41,12 +41,11 @@ class NativeChunks:
         self.is_on, self.failed = True, False
         self._kernels, self._room = kernels, room
         self._placed: list[tuple[nn.Module, str]] = []
-        attention = NativeChunkAttention(kernels, room)
-        for module in (module for layer in layers for module in layer.modules()):
-            if has_products(module):
-                self._place_products(module)
-            elif kernels.product_ways and attends(module):
-                self._place(module, OF_CHUNK, attention.attend)
+        try:
+            self._place_all([module for layer in layers for module in layer.modules()])
+        except BaseException:
+            self.leave()
+            raise
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -56,6 +55,14 @@ class NativeChunks:
         for module, name in self._placed:
             delattr(module, name)
         self._placed.clear()
+
+    def _place_all(self, modules: Iterable[nn.Module]) -> None:
+        attention = NativeChunkAttention(self._kernels, self._room)
+        for module in modules:
+            if has_products(module):
+                self._place_products(module)
+            elif attends(module) and all(attends_in(each.dtype, self._kernels) for each in module.parameters()):
+                self._place(module, OF_CHUNK, attention.attend)
 
     def _place_products(self, module: Any) -> None:
         is_linear = isinstance(module, PackedLinear)

@@ -53,12 +53,21 @@ def multiply(kernels: StepKernels, room: ChunkRoom, shape: MatrixShape, inputs: 
     return out
 
 
-@cache
 def quickest_way(kernels: StepKernels, dtype: torch.dtype) -> ProductWay | None:
-    """The way for matrices of ``dtype``, as measured once; None where the library's product is quicker.
+    """The way for matrices of ``dtype``, as measured once with one thread; None where the library's product is quicker.
 
     All ways of a dtype give the same bits.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measured_way(kernels, dtype)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@cache
+def _measured_way(kernels: StepKernels, dtype: torch.dtype) -> ProductWay | None:
     ways = {ProductWay.FLOATS} if dtype is torch.float32 else {ProductWay.WIDENED, ProductWay.PAIRS}
     rows, out, inputs = _TRIAL
     x, made, plain = (torch.ones(size, dtype=dtype) for size in ((rows, inputs), (rows, out), (out, inputs)))

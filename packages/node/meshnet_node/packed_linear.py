@@ -85,7 +85,10 @@ def _is_in_columns(laid: torch.Tensor, weight: torch.Tensor) -> bool:
     """The library chooses by dtype and shape, so one of each is looked at."""
     kind = weight.dtype, weight.shape
     if kind not in _in_columns:
-        _in_columns[kind] = lies_in_columns(laid, weight)
+        found = lies_in_columns(laid, weight)
+        if found is None:
+            return False
+        _in_columns[kind] = found
     return _in_columns[kind]
 
 

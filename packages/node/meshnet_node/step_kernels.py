@@ -73,7 +73,7 @@ def kernels_here() -> KernelsHere:
         path.unlink(missing_ok=True)  # damaged, or of another system that shares the folder
         return KernelsHere(_checked(_built()[0]))
     except Exception as error:  # noqa: BLE001 - whatever is odd about a compiler, a node serves without it
-        logger.info("small operations of decode steps are torch's: %s", error)
+        logger.info("steps and chunks are torch's alone: %s", error)
         return KernelsHere(None, str(error))
 
 

@@ -77,8 +77,10 @@ class ViewSteps:
             self.drop_kernels(views, error)
 
     def drop_kernels(self, views: Iterable[LayerView], error: BaseException) -> None:
-        """Let go of kernels, since a native step failed so."""
-        logger.warning("steps of layers %s are plain from now on, a native one failed: %r", self._layers, error)
+        """Let go of kernels, since a native step or chunk failed so."""
+        logger.warning(
+            "steps and chunks of layers %s are plain from now on, a native one failed: %r", self._layers, error
+        )
         self._kernels = None
         for view in views:
             view.drop_kernels()
