@@ -109,8 +109,10 @@ LOAD_AND_CLOSE = """
 import gc, sys, psutil, torch
 from pathlib import Path
 from meshnet_core.layer_range import LayerRange
+from meshnet_node.device_memory import share_heap
 from meshnet_node.shard_work import ShardWork
 from meshnet_node.shard_loader import plan_shard
+share_heap()
 torch.set_num_threads(1)
 plan = plan_shard(Path(sys.argv[1]), LayerRange(0, 8), dtype=sys.argv[2], device="cpu")
 def rss(): return psutil.Process().memory_info().rss
@@ -146,6 +148,6 @@ def test_the_memory_of_a_closed_shard_goes_back_to_the_system(family: str, dtype
     assert len(turns) == 4
     for weights, while_held, after in turns:
         assert while_held > 0.8 * weights
-        # Some MB come and go in the allocator's arenas of the threads that read; were shards kept, or did what stays
-        # add up, it would be whole multiples of the weights by the last turn.
-        assert after < 0.6 * weights
+        # The threads that read take from the one heap, as a node's do: with heaps of their own, 20 MB stayed at times.
+        # What stays of a turn is the modules, which are frozen.
+        assert after < 0.25 * weights
