@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:  # most tests need no torch
+    from meshnet_node.kernel_library import StepKernels
     from shard_routes import Models
 
 # A busy machine makes examples slow: neither a deadline nor a health check may speak of it.
@@ -41,6 +42,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def kernels() -> StepKernels:
+    """This machine's; for tests that need a compiler."""
+    from meshnet_node.step_kernels import step_kernels  # noqa: PLC0415
+
+    found = step_kernels()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="session")
+def chunk_kernels(kernels: StepKernels) -> StepKernels:
+    """This machine's, where it has those for chunks."""
+    if not kernels.product_ways:
+        pytest.skip("this CPU has no AVX-512, and no code for chunks")
+    return kernels
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from meshnet_node.kernel_library import MatrixShape, ProductWay, StepKernels
 from meshnet_node.native_products import MOST_ROWS, matrix_shape, multiply, quickest_way
 from meshnet_node.openmp import parallel_address
 from meshnet_node.packed_linear import MANY_ROWS, PackedLinear, can_pack, laid_out
-from meshnet_node.step_kernels import step_kernels
 from native_compiler import needs_compiler
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_compiler]
@@ -27,24 +26,17 @@ INPUTS = st.integers(1, 450).map(lambda quads: 4 * quads)
 OUT = st.integers(1, 4).map(lambda panels: 64 * panels)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> StepKernels:
-    found = step_kernels()
-    assert found is not None
-    if not found.product_ways:
-        pytest.skip("this CPU has no AVX-512, and no code for chunks")
-    return found
-
-
 class Matrix:
     """One in columns, and rows to multiply by it: results lie between guards that nothing may write to."""
 
-    def __init__(self, kernels: StepKernels, way: ProductWay, rows: int, inputs: int, out: int, *, bias: bool) -> None:
-        if way not in kernels.product_ways:
+    def __init__(
+        self, chunk_kernels: StepKernels, way: ProductWay, rows: int, inputs: int, out: int, *, bias: bool
+    ) -> None:
+        if way not in chunk_kernels.product_ways:
             pytest.skip("this CPU has no instructions for bfloat16")
         draw = torch.Generator().manual_seed(rows + inputs + out)
         sizes = ((rows, inputs), (out, inputs), (out,))
-        self.kernels, self.way = kernels, way
+        self.kernels, self.way = chunk_kernels, way
         self.x, self.weight, self.bias = (torch.randn(size, generator=draw).to(DTYPES[way]) for size in sizes)
         self.has_bias = bias
         self.laid, self.room = in_columns(self.weight), ChunkRoom()
@@ -73,9 +65,9 @@ class Matrix:
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 300), inputs=INPUTS, out=OUT, bias=st.booleans())
 def test_a_product_is_that_of_double_precision(
-    kernels: StepKernels, way: ProductWay, rows: int, inputs: int, out: int, bias: bool
+    chunk_kernels: StepKernels, way: ProductWay, rows: int, inputs: int, out: int, bias: bool
 ) -> None:
-    matrix = Matrix(kernels, way, rows, inputs, out, bias=bias)
+    matrix = Matrix(chunk_kernels, way, rows, inputs, out, bias=bias)
     found, rounding = matrix.product(matrix.x), 5e-7 * inputs + 1e-6  # sums grow with the root of what is added
     torch.testing.assert_close(found.double(), matrix.exact(), rtol=2**-8 if way else 1e-6, atol=rounding)
 
@@ -83,9 +75,9 @@ def test_a_product_is_that_of_double_precision(
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 60), inputs=INPUTS, out=OUT, bias=st.booleans())
 def test_both_ways_of_bfloat16_have_the_same_bits(
-    kernels: StepKernels, rows: int, inputs: int, out: int, bias: bool
+    chunk_kernels: StepKernels, rows: int, inputs: int, out: int, bias: bool
 ) -> None:
-    matrix = Matrix(kernels, ProductWay.PAIRS, rows, inputs, out, bias=bias)
+    matrix = Matrix(chunk_kernels, ProductWay.PAIRS, rows, inputs, out, bias=bias)
     assert torch.equal(matrix.product(matrix.x), matrix.product(matrix.x, way=ProductWay.WIDENED))
 
 
@@ -93,9 +85,9 @@ def test_both_ways_of_bfloat16_have_the_same_bits(
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(2, 90), inputs=INPUTS, bias=st.booleans(), data=st.data())
 def test_a_row_gets_the_same_bits_in_any_company(
-    kernels: StepKernels, way: ProductWay, rows: int, inputs: int, bias: bool, data: st.DataObject
+    chunk_kernels: StepKernels, way: ProductWay, rows: int, inputs: int, bias: bool, data: st.DataObject
 ) -> None:
-    matrix = Matrix(kernels, way, rows, inputs, 128, bias=bias)
+    matrix = Matrix(chunk_kernels, way, rows, inputs, 128, bias=bias)
     together = matrix.product(matrix.x)
     cut = data.draw(st.integers(1, rows - 1))
     assert torch.equal(torch.cat([matrix.product(matrix.x[:cut]), matrix.product(matrix.x[cut:])]), together)
@@ -104,22 +96,22 @@ def test_a_row_gets_the_same_bits_in_any_company(
 
 @EACH_WAY
 @pytest.mark.parametrize("out", [64, 320])
-def test_threads_change_no_bit(kernels: StepKernels, way: ProductWay, out: int) -> None:
+def test_threads_change_no_bit(chunk_kernels: StepKernels, way: ProductWay, out: int) -> None:
     if parallel_address() is None:
         pytest.skip("torch's OpenMP is not GNU's")
-    matrix = Matrix(kernels, way, 37, 1000, out, bias=True)
+    matrix = Matrix(chunk_kernels, way, 37, 1000, out, bias=True)
     alone = matrix.product(matrix.x)
     for threads in (2, 3, 7):
         assert torch.equal(matrix.product(matrix.x, threads), alone)
 
 
 @pytest.fixture
-def weight(kernels: StepKernels, request: pytest.FixtureRequest) -> torch.Tensor:
+def weight(chunk_kernels: StepKernels, request: pytest.FixtureRequest) -> torch.Tensor:
     """Of the dtype asked for, if this CPU's products read it in columns."""
     made = torch.randn(128, 96, generator=torch.Generator().manual_seed(0)).to(request.param)
     if not can_pack(made.dtype) or not lies_in_columns(laid_out(made), made):
         pytest.skip("this CPU's products read weights in another layout")
-    if made.dtype is torch.bfloat16 and ProductWay.WIDENED not in kernels.product_ways:
+    if made.dtype is torch.bfloat16 and ProductWay.WIDENED not in chunk_kernels.product_ways:
         pytest.skip("this CPU has no instructions for bfloat16")
     return made
 
@@ -135,18 +127,18 @@ def way_of(weight: torch.Tensor) -> ProductWay:
 @pytest.mark.parametrize("shape", [(1, 3), (1, MOST_ROWS), (1, MOST_ROWS + 1), (1, 2 * MOST_ROWS + 9), (3, 100)])
 @torch.inference_mode()
 def test_rows_beyond_what_is_multiplied_at_once(
-    kernels: StepKernels, weight: torch.Tensor, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    chunk_kernels: StepKernels, weight: torch.Tensor, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bias, inputs = torch.randn(128).to(weight.dtype), torch.randn(*shape, 96).to(weight.dtype)
     linear, room = PackedLinear(weight, bias), ChunkRoom()
-    multiplied, own = [], kernels.product
+    multiplied, own = [], chunk_kernels.product
 
     def noting(matrix: MatrixShape, rows: int, *rest: object) -> None:
         multiplied.append(rows)
         own(matrix, rows, *rest)
 
-    monkeypatch.setattr(kernels, "product", noting)
-    found = multiply(kernels, room, matrix_shape(linear.weight, bias, way_of(weight)), inputs)
+    monkeypatch.setattr(chunk_kernels, "product", noting)
+    found = multiply(chunk_kernels, room, matrix_shape(linear.weight, bias, way_of(weight)), inputs)
     assert found is not None
     assert found.shape == (*shape, 128)
     assert max(multiplied) <= MOST_ROWS
@@ -203,9 +195,9 @@ def test_the_layout_is_looked_at_for_each_dtype_and_shape(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("ours", "is_taken"), [(1.0, True), (1.05, True), (2.0, False)])
 def test_the_quickest_way_is_measured_once(
-    kernels: StepKernels, dtype: torch.dtype, ours: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+    chunk_kernels: StepKernels, dtype: torch.dtype, ours: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways = set(kernels.product_ways) & (
+    ways = set(chunk_kernels.product_ways) & (
         {ProductWay.FLOATS} if dtype is torch.float32 else {ProductWay.WIDENED, ProductWay.PAIRS}
     )
     if not ways or not can_pack(dtype):
@@ -220,16 +212,16 @@ def test_the_quickest_way_is_measured_once(
     native_products._measured_way.cache_clear()
     try:
         expected = max(ways) if is_taken else None
-        assert quickest_way(kernels, dtype) is expected
+        assert quickest_way(chunk_kernels, dtype) is expected
         assert next(seconds, None) is None
-        assert quickest_way(kernels, dtype) is expected
+        assert quickest_way(chunk_kernels, dtype) is expected
     finally:
         native_products._measured_way.cache_clear()
 
 
-def test_without_a_way_nothing_is_measured(kernels: StepKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "product_ways", frozenset())
+def test_without_a_way_nothing_is_measured(chunk_kernels: StepKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_kernels, "product_ways", frozenset())
     monkeypatch.setattr(native_products, "_seconds", lambda _: pytest.fail("measured"))
     native_products._measured_way.cache_clear()
-    assert quickest_way(kernels, torch.float32) is None
+    assert quickest_way(chunk_kernels, torch.float32) is None
     native_products._measured_way.cache_clear()

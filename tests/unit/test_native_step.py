@@ -136,7 +136,7 @@ def test_biases_and_gates_of_another_kind_are_kept(shards: Callable[..., TorchMo
     assert_native(shards("llama", **settings), shards("llama", "float32"))
 
 
-def test_with_many_threads_long_sessions_attend_by_torch(
+def test_where_threads_cannot_be_shared_long_sessions_attend_by_torch(
     shards: Callable[..., TorchModelShard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -146,7 +146,7 @@ def test_with_many_threads_long_sessions_attend_by_torch(
         asked.append(key.shape[2])
         return own(module, query, key, *arguments, **options)
 
-    monkeypatch.setattr(native_attention, "_FEW_THREADS", 0)
+    monkeypatch.setattr(native_attention, "team_here", lambda: None)
     monkeypatch.setattr(native_attention, "_FEW_VALUES", 0)
     monkeypatch.setattr(native_attention, "attend", noting)
     assert_native(

@@ -1,28 +1,10 @@
-"""Memory that kernels for chunks work in, kept from call to call, and the threads that they take. Knows no kernels."""
+"""Memory that kernels for chunks work in, kept from call to call. Knows no kernels."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from meshnet_node.openmp import parallel_address
-
 _ALIGNED = 64
-
-
-class Team(NamedTuple):
-    """How many threads, and the address of what runs them (:mod:`meshnet_node.openmp`); None for one thread alone."""
-
-    threads: int
-    parallel: int | None
-
-
-def team_here() -> Team | None:
-    """The calling thread's, as many as torch takes; None where torch's cannot be shared."""
-    threads = torch.get_num_threads()
-    parallel = parallel_address() if threads > 1 else None
-    return None if threads > 1 and parallel is None else Team(threads, parallel)
 
 
 class ChunkRoom:

@@ -8,8 +8,8 @@ from torch.nn import functional
 from meshnet_node.chunk_check import check_chunks
 from meshnet_node.column_layout import in_columns
 from meshnet_node.kernel_library import (
+    ATTENDED,
     COLUMN,
-    MOST_HEADS,
     MOST_SHARING,
     AttentionShape,
     DeltaShape,
@@ -38,8 +38,9 @@ def check(kernels: StepKernels) -> None:
     same("second sum", summed, inputs + other + other)
     kernels.silu_mul(gates.data_ptr(), out.data_ptr(), rows, width)
     same("gate", out, functional.silu(gates[:, :width]) * gates[:, width:])
-    for heads, key_heads, width, turns in ((6, 2, 64, 1), (5, 1, 128, 0), (2, 2, 24, 1)):
-        _check_attention(kernels, draw, AttentionShape(None, heads, key_heads, width, turns, width**-0.5, eps))
+    for heads, key_heads, width, turns, positions in ((6, 2, 64, 1, 300), (5, 1, 128, 0, 37), (2, 2, 24, 1, 37)):
+        shape = AttentionShape(None, heads, key_heads, width, turns, width**-0.5, eps)
+        _check_attention(kernels, draw, shape, positions)
     for heads, key_heads, width, key_width in ((4, 2, 64, 32), (2, 2, 128, 16), (3, 1, 24, 40), (1, 1, 200, 8)):
         _check_delta(kernels, draw, DeltaShape(None, None, None, None, heads, key_heads, width, key_width, 4, eps))
     _check_experts(kernels, draw)
@@ -47,9 +48,9 @@ def check(kernels: StepKernels) -> None:
     check_chunks(kernels)
 
 
-def _check_attention(kernels: StepKernels, draw: torch.Generator, shape: AttentionShape) -> None:
+def _check_attention(kernels: StepKernels, draw: torch.Generator, shape: AttentionShape, positions: int) -> None:
     """With norms of heads where it has rope."""
-    heads, key_heads, width, positions = shape.heads, shape.key_heads, shape.width, 37
+    heads, key_heads, width = shape.heads, shape.key_heads, shape.width
     projected, weight = drawn(draw, heads + 2 * key_heads, width), drawn(draw, heads + key_heads, width)
     cosines, sines = drawn(draw, width), drawn(draw, width)
     turned, value = projected[:-key_heads], projected[-key_heads:].clone()
@@ -59,10 +60,11 @@ def _check_attention(kernels: StepKernels, draw: torch.Generator, shape: Attenti
         turned = turned * cosines + turned.roll(width // 2, -1) * sines
     query, key = turned[:heads].clone(), turned[heads:].clone()
     keys, values = (drawn(draw, key_heads, positions + 3, width) for _ in range(2))
-    scores, found = torch.empty(MOST_HEADS * positions), torch.empty(heads, width, dtype=torch.bfloat16)
+    room = torch.empty(-(-positions // ATTENDED) * heads * (width + 2))
+    found = torch.empty(heads, width, dtype=torch.bfloat16)
     kernels.attend(
         *(shape, projected.data_ptr(), cosines.data_ptr(), sines.data_ptr(), keys.data_ptr(), values.data_ptr()),
-        *(keys.stride(0), values.stride(0), positions, scores.data_ptr(), found.data_ptr()),
+        *(keys.stride(0), values.stride(0), positions, room.data_ptr(), found.data_ptr(), 1, None),
     )
     same("new keys and values", torch.cat([keys[:, positions - 1], values[:, positions - 1]]), torch.cat([key, value]))
     attended = functional.scaled_dot_product_attention(

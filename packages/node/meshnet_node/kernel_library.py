@@ -11,8 +11,10 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-MOST_HEADS, MOST_WIDTH = 4, 512
-"""Heads that attend together, and the widest that can: as the source has them."""
+MOST_WIDTH = 512
+"""The widest heads that can attend: as the source has it."""
+ATTENDED = 256
+"""Positions of a block, whose keys and values are attended to at once: as the source has it."""
 MOST_SHARING = 4
 """Rows that a matrix is read for at once."""
 COLUMN = 64
@@ -108,11 +110,12 @@ class StepKernels:
         add: ``(x, other, count)``: ``x += other``.
         add_norm: ``(x, other, weight, out, rows, width, eps)``: both, one after the other.
         silu_mul: ``(gate_up, out, rows, width)``: ``silu(gate) * up`` of rows ``[gate, up]``.
-        attend: ``(shape, qkv, cosines, sines, keys, values, key_stride, value_stride, positions, scores, out)``: one
-            session's newest position. Queries and keys are normed and turned where they are; keys and values go to the
-            last of ``positions`` rows of their slot, ``[key_heads, positions, width]`` with that many values from head
-            to head; ``out`` ``[heads, width]`` is what attention gives, or None for none. The first half of ``sines``
-            is negated. ``scores``: room for ``MOST_HEADS * positions`` float32.
+        attend: ``(shape, qkv, cosines, sines, keys, values, key_stride, value_stride, positions, room, out, threads,
+            parallel)``: one session's newest position. Queries and keys are normed and turned where they are; keys and
+            values go to the last of ``positions`` rows of their slot, ``[key_heads, positions, width]`` with that many
+            values from head to head; ``out`` ``[heads, width]`` is what attention gives, or None for none. The first
+            half of ``sines`` is negated. ``room``: for ``heads * (width + 2)`` float32 for each ``ATTENDED`` positions
+            or part of them; ``threads`` and ``parallel`` as for `product`.
         attend_long: the same, and other threads may run meanwhile.
         take: ``(codes, scales, out, groups, planes, half, byte, shift, stride)``: one row of a packed matrix. ``codes``
             is of its block (uint8, ``half`` bytes a column, the row's at ``byte``, by ``shift`` bits), ``scales`` of
@@ -152,7 +155,7 @@ class StepKernels:
         self.add_norm = _bound(library.meshnet_add_norm, p, p, p, p, n, n, f)
         self.silu_mul = _bound(library.meshnet_silu_mul, p, p, n, n)
         self.take = _bound(library.meshnet_take, p, p, p, n, n, n, n, n, c_int64)
-        attended = (POINTER(AttentionShape), p, p, p, p, p, c_int64, c_int64, n, p, p)
+        attended = (POINTER(AttentionShape), p, p, p, p, p, c_int64, c_int64, n, p, p, n, p)
         self.attend = _bound(library.meshnet_attend, *attended)
         unlocked: Any = ctypes.CDLL(str(path))
         self.attend_long = _bound(unlocked.meshnet_attend, *attended)

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from meshnet_node.chunk_room import ChunkRoom, Team, team_here
+from meshnet_node.chunk_room import ChunkRoom
 from meshnet_node.growing_cache import GrowingLayer
 from meshnet_node.kernel_library import AttentionShape, StepKernels
 from meshnet_node.native_chunk_attention import NativeChunkAttention, attends_in, has_kernel
 from meshnet_node.native_step import is_gated
+from meshnet_node.openmp import Team, team_here
 from meshnet_node.quick_layer import QuickLayer, QuickMlp, RmsNorm
 
 

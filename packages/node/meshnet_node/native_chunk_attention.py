@@ -11,8 +11,9 @@ import weakref
 
 import torch
 
-from meshnet_node.chunk_room import ChunkRoom, Team, team_here
+from meshnet_node.chunk_room import ChunkRoom
 from meshnet_node.kernel_library import COLUMN, ChunkShape, ProductWay, StepKernels
+from meshnet_node.openmp import Team, team_here
 
 _WIDEST = 256
 _MOST_SHARING = 64

@@ -13,9 +13,10 @@ from functools import cache, partial
 
 import torch
 
-from meshnet_node.chunk_room import ChunkRoom, team_here
+from meshnet_node.chunk_room import ChunkRoom
 from meshnet_node.column_layout import in_columns
 from meshnet_node.kernel_library import COLUMN, MatrixShape, ProductWay, StepKernels
+from meshnet_node.openmp import team_here
 from meshnet_node.packed_linear import laid_out
 
 MOST_ROWS = 256

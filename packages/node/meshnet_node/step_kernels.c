@@ -1,13 +1,12 @@
 /* The small operations of a decode step, and experts' products, for rows of one position each, in bfloat16.
 
    Every sum is made in float32 and every result rounded where transformers' modules round it, so that norms, sums and gates
-   have their bits; attention keeps its weights in float32, where they are rounded there, and what sums more may round to a
-   neighbour. A row's work fits into a core's caches, but for experts' weights, which are read as quickly by one thread
-   as memory gives them; so one thread does it. Built and called by step_kernels.py, which says what the arguments are. */
+   have their bits; what sums more may round to a neighbour. A row's work fits into a core's caches, but for experts' weights,
+   which are read as quickly by one thread as memory gives them; so one thread does it. Built and called by step_kernels.py, which says what the arguments are. */
 
 #include "row_values.h"
 
-enum { MOST_HEADS = 4, MOST_WIDTH = 512 };
+enum { MOST_WIDTH = 512 };
 
 #define REAL bf16
 #define OF(name) name
@@ -29,74 +28,6 @@ void meshnet_add_norm(bf16 *x, const bf16 *other, const bf16 *weight, bf16 *out,
 void meshnet_silu_mul(const bf16 *gate_up, bf16 *out, int rows, int width) {
     for (int row = 0; row < rows; row++, gate_up += 2 * width, out += width)
         silu_mul_row(gate_up, gate_up + width, out, width);
-}
-
-/* `count` heads that share keys and values: softmax over their scores, and the values weighted by it. What is read of a
-   position is widened once for all of them. Both numbers are constants where it has to be quick: the loops are unrolled then. */
-static inline __attribute__((always_inline)) void attend_heads(const int count, const int width, const bf16 *query,
-                                                                const bf16 *keys, const bf16 *values, int positions,
-                                                                float scaling, float *scores, bf16 *out) {
-    float asked[MOST_HEADS][MOST_WIDTH], found[MOST_HEADS][MOST_WIDTH], most[MOST_HEADS], sum[MOST_HEADS];
-    for (int head = 0; head < count; head++) {
-        for (int i = 0; i < width; i++) asked[head][i] = wide(query[head * width + i]) * scaling, found[head][i] = 0.0f;
-        most[head] = -INFINITY, sum[head] = 0.0f;
-    }
-    for (int at = 0; at < positions; at++) {
-        const bf16 *key = keys + (int64_t)at * width;
-        float own[MOST_WIDTH];
-        for (int i = 0; i < width; i++) own[i] = wide(key[i]);
-        for (int head = 0; head < count; head++) {
-            float score = 0.0f;
-            for (int i = 0; i < width; i++) score += asked[head][i] * own[i];
-            scores[(int64_t)head * positions + at] = score;
-            most[head] = score > most[head] ? score : most[head];
-        }
-    }
-    for (int head = 0; head < count; head++) {
-        float *weights = scores + (int64_t)head * positions;
-        for (int at = 0; at < positions; at++) {
-            weights[at] = exponential(weights[at] - most[head]);
-            sum[head] += weights[at];
-        }
-    }
-    for (int at = 0; at < positions; at++) {
-        const bf16 *value = values + (int64_t)at * width;
-        float own[MOST_WIDTH];
-        for (int i = 0; i < width; i++) own[i] = wide(value[i]);
-        for (int head = 0; head < count; head++) {
-            float weight = scores[(int64_t)head * positions + at];
-            for (int i = 0; i < width; i++) found[head][i] += weight * own[i];
-        }
-    }
-    for (int head = 0; head < count; head++)
-        for (int i = 0; i < width; i++) out[head * width + i] = narrow(found[head][i] / sum[head]);
-}
-
-void meshnet_attend(const attention *at, bf16 *qkv, const bf16 *cosines, const bf16 *sines, bf16 *keys, bf16 *values,
-                    int64_t key_stride, int64_t value_stride, int positions, float *scores, bf16 *out) {
-    take_in(at, qkv, cosines, sines, keys, values, key_stride, value_stride, positions);
-    if (!out) return;
-    int sharing = at->heads / at->key_heads;
-    for (int head = 0, count; head < at->heads; head += count) {
-        int left = sharing - head % sharing;
-        count = left >= 4 ? 4 : left;
-        int64_t key_head = head / sharing, start = (int64_t)head * at->width;
-        const bf16 *own_keys = keys + key_head * key_stride, *own_values = values + key_head * value_stride;
-#define ATTEND(COUNT, WIDTH) \
-    attend_heads(COUNT, WIDTH, qkv + start, own_keys, own_values, positions, at->scaling, scores, out + start)
-#define ATTEND_OF(WIDTH) \
-    switch (count) { \
-    case 1: ATTEND(1, WIDTH); break; \
-    case 2: ATTEND(2, WIDTH); break; \
-    case 3: ATTEND(3, WIDTH); break; \
-    default: ATTEND(4, WIDTH); \
-    }
-        switch (at->width) {
-        case 64: ATTEND_OF(64) break;
-        case 128: ATTEND_OF(128) break;
-        default: ATTEND(count, at->width);
-        }
-    }
 }
 
 typedef struct {
