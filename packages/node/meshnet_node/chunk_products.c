@@ -7,11 +7,7 @@
    what the arguments are. */
 
 #include "chunk_tile.h"
-
-typedef struct {
-    const void *weight, *bias; /* in columns; bias may be null */
-    int in, out, way;          /* in: a multiple of 4; out: of 64 */
-} matrix;
+#include "matrix.h"
 
 #ifdef __AVX512F__
 

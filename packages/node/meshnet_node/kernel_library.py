@@ -130,6 +130,9 @@ class StepKernels:
             ``x`` and ``out`` ``[rows, hidden]``; ``chosen`` int64 and ``weights`` float32 ``[rows, k]``; an expert
             behind the last one gives nothing. ``room``: for ``MOST_SHARING * (2 * inner + hidden)`` values, ``made``:
             float32 ``[rows, k, hidden]``. Other threads may run meanwhile.
+        few: ``(shape, rows, x, out, threads, parallel)``: `product` of a step's rows, as quick as the weights come
+            from memory, on any CPU; the same bits for a row, however many there are. The shape's way does not count.
+            Other threads may run meanwhile.
         product: ``(shape, rows, x, out, room, threads, parallel)``: ``x`` ``[rows, in]`` by a matrix whose ``in`` is a
             multiple of 4, and ``out`` of ``COLUMN``. ``room``: for ``product_room(shape, rows, threads)`` float32, at a
             multiple of 64 bytes; ``parallel``: for more threads than one, the address of libgomp's ``GOMP_parallel``.
@@ -161,6 +164,7 @@ class StepKernels:
         self.attend_long = _bound(unlocked.meshnet_attend, *attended)
         self.delta = _bound(unlocked.meshnet_delta, POINTER(DeltaShape), n, p, p, p, p, p, p, p)
         self.experts = _bound(unlocked.meshnet_experts, POINTER(MixtureShape), n, p, p, p, p, p, p)
+        self.few = _bound(unlocked.meshnet_few, POINTER(MatrixShape), n, p, p, n, p)
         self.product = _bound(unlocked.meshnet_product, POINTER(MatrixShape), n, p, p, p, n, p)
         self.attend_chunk = _bound(unlocked.meshnet_attend_chunk, POINTER(ChunkShape), p, n, p)
         self.chunk_add_norm = _bound(unlocked.meshnet_chunk_add_norm, n, p, p, p, p, n, n, f, n, p)

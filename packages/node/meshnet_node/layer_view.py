@@ -108,6 +108,7 @@ class LayerView:
             and can_be_ragged(self.new_cache())
         )
         head: Any = getattr(self.model, "lm_head", None)
+        self._with_head: tuple[nn.Module, ...] = (*self._layers, head) if isinstance(head, nn.Module) else self._layers
         if isinstance(head, nn.Linear):
             head.register_forward_pre_hook(_lay_dense)
 
@@ -124,7 +125,7 @@ class LayerView:
     @property
     def may_run_native(self) -> bool:
         """Whether :meth:`use_kernels` may do something."""
-        return self.may_step_native or may_have_parts(self._layers) or may_have_chunks(self._layers)
+        return self.may_step_native or may_have_parts(self._layers) or may_have_chunks(self._with_head)
 
     @property
     def may_step_native(self) -> bool:
@@ -152,9 +153,9 @@ class LayerView:
             self.native = native_step(self._base, self._layers, self.new_cache(), kernels)
         if may_have_parts(self._layers):
             self.parts = NativeParts(self._layers, kernels)
-        if may_have_chunks(self._layers):
+        if may_have_chunks(self._with_head):
             room = ChunkRoom()
-            self.chunks = NativeChunks(self._layers, kernels, room)
+            self.chunks = NativeChunks(self._with_head, kernels, room)
             if self._is_quick:
                 self.chunk = native_chunk(self._base, self._layers, self.new_cache(), kernels, room)
 

@@ -1,4 +1,4 @@
-"""What of a chunk's way through layers is C code, beside each module's own: products, and attention.
+"""What of a chunk's way through layers is C code, beside each module's own: products, a step's too, and attention.
 
 A module's own stands where the kernels have no form for it, or are off. Knows which modules have one, and no frames.
 """
@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from meshnet_node.chunk_room import ChunkRoom
-from meshnet_node.kernel_library import MatrixShape, StepKernels
+from meshnet_node.kernel_library import MatrixShape, ProductWay, StepKernels
 from meshnet_node.laid_out_experts import LaidOutExperts
 from meshnet_node.native_chunk_attention import NativeChunkAttention, attends_in
-from meshnet_node.native_products import IN_STEP, matrix_shape, multiply, quickest_way
+from meshnet_node.native_products import IN_STEP, matrix_shape, multiply, multiply_few, quickest_way
 from meshnet_node.packed_linear import PackedLinear
 from meshnet_node.quick_layer import QuickAttention
 
-OF_MANY, OF_CHUNK = "of_many", "of_chunk"
+OF_MANY, OF_FEW, OF_CHUNK = "of_many", "of_few", "of_chunk"
 """The attributes of modules where kernels stand: for products, and for attention."""
 
 
@@ -66,11 +66,14 @@ class NativeChunks:
 
     def _place_products(self, module: Any) -> None:
         is_linear = isinstance(module, PackedLinear)
+        if is_linear and module.weight.dtype is torch.bfloat16:
+            shape = shape_of(module, ProductWay.PAIRS)
+            self._place(module, OF_FEW, partial(multiply_few, self._kernels, shape))
         way = quickest_way(self._kernels, (module.weight if is_linear else module.down[0]).dtype)
         if way is None:
             return
         if is_linear:
-            self._place(module, OF_MANY, partial(self._multiply, matrix_shape(module.weight, module.bias, way)))
+            self._place(module, OF_MANY, partial(self._multiply, shape_of(module, way)))
             return
         shapes = {id(each): matrix_shape(each, None, way) for each in (*module.gate_up, *module.down)}
         self._place(module, OF_MANY, lambda inputs, weight: self._multiply(shapes[id(weight)], inputs))
@@ -97,6 +100,12 @@ def has_products(module: nn.Module) -> bool:
     if isinstance(module, PackedLinear):
         return module.in_columns and module.in_features % IN_STEP == 0
     return isinstance(module, LaidOutExperts) and module.in_columns and module.hidden % IN_STEP == 0
+
+
+def shape_of(linear: PackedLinear, way: ProductWay) -> MatrixShape:
+    """What its product is told; who has it holds the module's tensors."""
+    bias: torch.Tensor | None = linear._parameters["bias"]
+    return matrix_shape(linear.weight, bias, way)
 
 
 def attends(module: nn.Module) -> bool:

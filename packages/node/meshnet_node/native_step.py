@@ -3,9 +3,10 @@ of one.
 
     product ── attend ── product ── add, norm ── product ── silu, mul ── product ── add, norm ── ...
 
-Products stay torch's, between them one call each (:mod:`meshnet_node.step_kernels`); a position's keys and values are
-written where the session's slots keep them. The sums are those of the quick layers themselves, but for attention, which
-rounds less. Knows no frames and no names of sessions.
+Products of packed weights stay torch's, those of others are ours where they lie in columns; between them is one call
+each (:mod:`meshnet_node.step_kernels`). A position's keys and values are written where the session's slots keep them.
+The sums are those of the quick layers themselves, but for attention, which rounds less. Knows no frames and no names of
+sessions.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch import nn
 from transformers import DynamicCache
 
 from meshnet_node.growing_cache import GrowingLayer, GrowingWindowLayer
-from meshnet_node.kernel_library import MOST_WIDTH, StepKernels
+from meshnet_node.kernel_library import MOST_WIDTH, ProductWay, StepKernels
 from meshnet_node.native_attention import NativeAttention
+from meshnet_node.native_chunks import has_products, shape_of
 from meshnet_node.native_embedding import native_embedding
+from meshnet_node.native_products import multiply_few
 from meshnet_node.native_room import NativeRoom, RoomShape
 from meshnet_node.packed_linear import PackedLinear
 from meshnet_node.quantised_layers import QuantisedLinear
@@ -161,11 +164,14 @@ class _NativeLayer:
         self._weight_at, self._second_weight_at = (norm.weight.data_ptr() for norm in self._norms)
         self._eps, self._second_eps = (norm.eps for norm in self._norms)
         self.attention = NativeAttention(attention, kernels)
-        self._project, self._project_out = product_of(attention.qkv_proj), product_of(attention.o_proj)
+        self._project, self._project_out = (
+            product_of(module, kernels) for module in (attention.qkv_proj, attention.o_proj)
+        )
         self._mlp: Product = _as_rows(mlp)
         self._project_gates: Product | None = None
         if isinstance(mlp, QuickMlp) and is_gated(mlp):
-            self._project_gates, self._mlp = product_of(mlp.gate_up_proj), product_of(mlp.down_proj)
+            self._project_gates = product_of(mlp.gate_up_proj, kernels)
+            self._mlp = product_of(mlp.down_proj, kernels)
 
     def run(
         self,
@@ -204,13 +210,24 @@ class _NativeLayer:
         return out, self._mlp(room.gated)
 
 
-def product_of(module: nn.Module) -> Product:
+def product_of(module: nn.Module, kernels: StepKernels) -> Product:
     """A module's product, by the shortest way for a few rows. Holds its weights, whatever becomes of the module."""
     if isinstance(module, QuantisedLinear) and module.bias is None and module.matrix.is_whole:
         return module.matrix.product_of_few()
     if isinstance(module, PackedLinear):
-        return module.product_of_few()
+        return _few_of(module, kernels) if has_products(module) else module.product_of_few()
     return _as_rows(module)
+
+
+def _few_of(linear: PackedLinear, kernels: StepKernels) -> Product:
+    plain = linear.product_of_few()  # holds the tensors
+    shape = shape_of(linear, ProductWay.PAIRS)
+
+    def product(inputs: torch.Tensor) -> torch.Tensor:
+        found = multiply_few(kernels, shape, inputs)
+        return plain(inputs) if found is None else found
+
+    return product
 
 
 def _as_rows(module: nn.Module) -> Product:

@@ -38,11 +38,12 @@ class PackedLinear(nn.Module):
 
     Attributes:
         in_columns: whether the layout is :mod:`meshnet_node.column_layout`'s.
-        of_many: another product for many rows, ``[..., in_features]`` without gaps between them; gives None for those
-            that are none of its.
+        of_many, of_few: other products for many rows, and for a step's, ``[..., in_features]`` without gaps between
+            them; they give None for those that are none of theirs.
     """
 
     of_many: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    of_few: Callable[[torch.Tensor], torch.Tensor | None] | None = None
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -55,7 +56,8 @@ class PackedLinear(nn.Module):
         """``[..., in_features]`` -> ``[..., out_features]``."""
         if not inputs.is_contiguous():
             inputs = inputs.contiguous()  # the kernel reads rows as if they had no gaps between them
-        if self.of_many is not None and inputs.shape[-2] >= MANY_ROWS and (found := self.of_many(inputs)) is not None:
+        other = self.of_many if inputs.shape[-2] >= MANY_ROWS else self.of_few
+        if other is not None and (found := other(inputs)) is not None:
             return found
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
         return product

@@ -6,12 +6,13 @@
 
 typedef uint16_t bf16;
 
-static inline float wide(bf16 value) {
-    uint32_t bits = (uint32_t)value << 16;
+static inline float of_bits(uint32_t bits) {
     float out;
     memcpy(&out, &bits, 4);
     return out;
 }
+
+static inline float wide(bf16 value) { return of_bits((uint32_t)value << 16); }
 
 static inline bf16 narrow(float value) { /* to nearest, ties to even; what is no number stays none */
     uint32_t bits;

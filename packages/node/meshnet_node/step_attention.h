@@ -105,12 +105,6 @@ static inline __attribute__((always_inline)) void collect_wide(const int count, 
 #define collect_wide collect
 #endif
 
-static inline float of_bits(uint32_t bits) {
-    float out;
-    memcpy(&out, &bits, 4);
-    return out;
-}
-
 static inline __attribute__((always_inline)) void score(const int count, const int width, const halves asked, const bf16 *keys,
                                                          const bf16 *values, int positions, weights scores) {
     for (int at = 0; at < positions; at++, keys += width, values += width) {

@@ -5,6 +5,7 @@
    which are read as quickly by one thread as memory gives them; so one thread does it. Built and called by step_kernels.py, which says what the arguments are. */
 
 #include "row_values.h"
+#include "few_rows.h"
 
 enum { MOST_WIDTH = 512 };
 
@@ -128,42 +129,11 @@ void meshnet_delta(const delta *at, int rows, const int64_t *kept, const bf16 *m
     }
 }
 
-/* Products of a few rows with a matrix in columns of 64: [out / 64][in / 2][64][2], so that what two inputs give to 64 outputs lies
-   together. `count` is a constant; the sums stay in registers while the matrix goes by, once. */
-enum { COLUMN = 64, MOST_ROWS = 4, AHEAD = 4096 };
-
-static inline float of_bits(uint32_t bits) {
-    float out;
-    memcpy(&out, &bits, 4);
-    return out;
-}
-
-static inline __attribute__((always_inline)) void few(const int count, const bf16 *matrix, const bf16 *const *inputs,
-                                                       int in, int out, bf16 *const *outputs) {
-    const uint32_t *pairs = (const uint32_t *)(const void *)matrix;
-    for (int from = 0; from < out; from += COLUMN) {
-        float sums[MOST_ROWS][COLUMN];
-        for (int row = 0; row < count; row++)
-            for (int i = 0; i < COLUMN; i++) sums[row][i] = 0.0f;
-        for (int at = 0; at < in; at += 2, pairs += COLUMN) {
-            for (int line = 0; line < 256; line += 64) __builtin_prefetch((const char *)pairs + AHEAD + line);
-            for (int row = 0; row < count; row++) {
-                float first = wide(inputs[row][at]), second = wide(inputs[row][at + 1]);
-                for (int i = 0; i < COLUMN; i++)
-                    sums[row][i] += first * of_bits(pairs[i] << 16) + second * of_bits(pairs[i] & 0xffff0000u);
-            }
-        }
-        for (int row = 0; row < count; row++)
-            for (int i = 0; i < COLUMN; i++) outputs[row][from + i] = narrow(sums[row][i]);
-    }
-}
-
 static void products(int count, const bf16 *matrix, const bf16 *const *inputs, int in, int out, bf16 *const *outputs) {
-    switch (count) {
-    case 1: few(1, matrix, inputs, in, out, outputs); break;
-    case 2: few(2, matrix, inputs, in, out, outputs); break;
-    case 3: few(3, matrix, inputs, in, out, outputs); break;
-    default: few(4, matrix, inputs, in, out, outputs);
+    for (int from = 0; from < out; from += COLUMN) {
+        bf16 *some[FEW];
+        for (int row = 0; row < count; row++) some[row] = outputs[row] + from;
+        few_rows(count, matrix + (int64_t)from * in, 0, inputs, in, some);
     }
 }
 
@@ -173,17 +143,17 @@ typedef struct {
 } mixture;
 
 /* What each row's chosen experts make of it, weighted and added up; an expert beyond the last gives nothing. `room` has
-   MOST_ROWS rows of 2 * inner + hidden, `made` rows * chosen of hidden. Weighted, it is rounded where the weights were. */
+   FEW rows of 2 * inner + hidden, `made` rows * chosen of hidden. Weighted, it is rounded where the weights were. */
 void meshnet_experts(const mixture *at, int rows, const bf16 *x, const int64_t *chosen, const float *weights, bf16 *room,
                      float *made, bf16 *out) {
     int hidden = at->hidden, inner = at->inner, places = rows * at->chosen;
     memset(made, 0, (size_t)places * (size_t)hidden * sizeof(float));
     for (int expert = 0; expert < at->experts; expert++) {
         for (int place = 0; place < places;) {
-            const bf16 *given[MOST_ROWS], *gated[MOST_ROWS];
-            bf16 *both[MOST_ROWS], *results[MOST_ROWS];
-            int places_of[MOST_ROWS], count = 0;
-            for (; place < places && count < MOST_ROWS; place++) {
+            const bf16 *given[FEW], *gated[FEW];
+            bf16 *both[FEW], *results[FEW];
+            int places_of[FEW], count = 0;
+            for (; place < places && count < FEW; place++) {
                 if (chosen[place] != expert) continue;
                 given[count] = x + (int64_t)(place / at->chosen) * hidden;
                 gated[count] = both[count] = room + (int64_t)count * (2 * inner + hidden);

@@ -2,8 +2,8 @@
 
 A step's norms, rotations, attention and gates are some forty operations of torch a layer, each a few thousand values:
 most of their time is the way to them, through code that the weights have driven out of the caches. ``step_kernels.c``
-has them as functions, and experts' products of few rows; ``step_attention.c`` a position's attention;
-``chunk_products.c`` products of many rows, and ``chunk_attention.c`` a chunk's attention. Built in some seconds, once
+has them as functions, and what experts do; ``step_products.c`` products of a step's rows, and ``step_attention.c``
+a position's attention; ``chunk_products.c`` and ``chunk_attention.c`` those of chunks. Built in some seconds, once
 for a processor and a compiler, and kept in the cache folder. Where there is no compiler, or what it made does not give
 what torch gives, there are none, and a step runs as before. Knows no tensors and no modules.
 """
@@ -36,14 +36,14 @@ _IN_ANY_ORDER = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"
 SOURCES = {
     _HERE / "step_kernels.c": _IN_ANY_ORDER,
     _HERE / "step_attention.c": _IN_ANY_ORDER,
+    _HERE / "step_products.c": (),
     _HERE / "chunk_rows.c": _IN_ANY_ORDER,
     _HERE / "chunk_products.c": (),
     _HERE / "chunk_attention.c": (),
 }
 """Each with flags of its own."""
-HEADERS = tuple(
-    _HERE / name for name in ("parallel.h", "row_values.h", "row_ops.h", "step_attention.h", "chunk_tile.h")
-)
+_NAMES = ("parallel.h", "row_values.h", "row_ops.h", "few_rows.h", "matrix.h", "step_attention.h", "chunk_tile.h")
+HEADERS = tuple(_HERE / name for name in _NAMES)
 FLAGS = ("-O3", "-fno-math-errno", "-fPIC")
 _NATIVE = ("-march=native", "-mcpu=native")  # the first that the compiler takes
 _COMPILERS = ("cc", "gcc", "clang")
