@@ -1,4 +1,4 @@
-"""Kernels whose functions for chunks are counted."""
+"""Kernels whose products and attention of chunks are counted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshnet_node.step_kernels import step_kernels
 
 
 class NotingKernels:
-    """This machine's kernels, whose functions for chunks are counted, and may raise.
+    """This machine's kernels, whose products and attention of chunks are counted, and may raise.
 
     Attributes:
         calls: of each function, by name.
@@ -26,7 +26,7 @@ class NotingKernels:
         self.kernels: StepKernels = copy.copy(here)
         self.calls: Counter[str] = Counter()
         self.fails = ""
-        for name in ("product", "attend_chunk"):
+        for name in ("product", "few", "attend_chunk"):
             setattr(self.kernels, name, partial(self._called, name, getattr(here, name)))
 
     def _called(self, name: str, own: Callable[..., None], *arguments: Any) -> None:

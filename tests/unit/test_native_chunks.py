@@ -19,7 +19,7 @@ from meshnet_node.laid_out_experts import LaidOutExperts
 from meshnet_node.layer_sketches import sketch_layers
 from meshnet_node.layer_view import ForwardCancelledError, LayerView
 from meshnet_node.model_backend import TorchModelShard
-from meshnet_node.native_chunks import OF_CHUNK, OF_MANY, attends, has_products, may_have_chunks
+from meshnet_node.native_chunks import OF_CHUNK, OF_FEW, OF_MANY, attends, has_products, may_have_chunks
 from meshnet_node.openmp import parallel_address
 from meshnet_node.packed_linear import MANY_ROWS, PackedLinear, can_pack, laid_out
 from meshnet_node.session_state import SessionState
@@ -76,12 +76,13 @@ def noting() -> NotingKernels:
 
 
 def modules_of(view: LayerView) -> list[nn.Module]:
-    return list(view.plain_layers.modules())
+    return [*view.plain_layers.modules(), *view.model.lm_head.modules()]
 
 
-def placed(view: LayerView) -> int:
-    """Kernels that stand in the view's modules."""
-    return sum(len({OF_MANY, OF_CHUNK} & vars(module).keys()) for module in modules_of(view))
+def placed(view: LayerView, *names: str) -> int:
+    """Kernels that stand in the view's modules; of these names, or of any."""
+    known = set(names) or {OF_MANY, OF_FEW, OF_CHUNK}
+    return sum(len(known & vars(module).keys()) for module in modules_of(view))
 
 
 @pytest.mark.parametrize("dtype", TWO_KINDS)
@@ -199,12 +200,23 @@ def test_threads_and_cuts_change_no_bit(family: str, dtype: str, shards: Load, n
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("fails", ["product", "attend_chunk"])
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma3_text", "bfloat16")]
+    ("fails", "positions", "family", "dtype"),
+    [
+        (fails, 25, *kind)
+        for fails in ("product", "attend_chunk")
+        for kind in (("llama", "float32"), ("llama", "bfloat16"), ("gemma3_text", "bfloat16"))
+    ]
+    + [("few", 1, family, "bfloat16") for family in ("llama", "gemma3_text")],
 )
 def test_a_kernel_that_fails_is_the_last(
-    fails: str, family: str, dtype: str, shards: Load, noting: NotingKernels, caplog: pytest.LogCaptureFixture
+    fails: str,
+    positions: int,
+    family: str,
+    dtype: str,
+    shards: Load,
+    noting: NotingKernels,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     shard = shards(family, dtype)
     shard.use_kernels(noting)
@@ -216,7 +228,7 @@ def test_a_kernel_that_fails_is_the_last(
     state = shard.new_state(0)
     assert not isinstance(frame(state, 30, 0), Exception)
     noting.fails = fails
-    failed = frame(state, 25, 30)
+    failed = frame(state, positions, 30)
     assert isinstance(failed, HopFailedError)
     assert state.spoiled
     assert "a native one failed: RuntimeError('planted')" in caplog.text
@@ -281,26 +293,28 @@ def test_views_of_one_shard_do_not_disturb_each_other(family: str, shards: Load,
     assert noting.calls == calls
 
 
-def test_where_the_library_is_quicker_attention_alone_is_placed(
+def test_where_the_library_is_quicker_chunks_have_attention_alone(
     shards: Load, noting: NotingKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_chunks, "quickest_way", lambda *_: None)
     shard = shards("llama")
     shard.use_kernels(noting)
     view = shard.whole_view()
-    assert placed(view) == len(view.plain_layers)
+    assert placed(view, OF_CHUNK) == len(view.plain_layers)
+    assert placed(view, OF_FEW) == 4 * len(view.plain_layers)
+    assert not placed(view, OF_MANY)
     run(view, frames=PREFILL)
-    assert set(noting.calls) == {"attend_chunk"}
+    assert set(noting.calls) == {"attend_chunk", "few"}
 
 
-def test_without_a_way_of_this_cpu_nothing_is_placed(
+def test_without_a_way_of_this_cpu_nothing_is_placed_for_chunks(
     shards: Load, noting: NotingKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_chunks, "quickest_way", lambda *_: None)
     noting.kernels.product_ways = frozenset()
     shard = shards("llama")
     shard.use_kernels(noting)
-    assert not placed(shard.whole_view())
+    assert placed(shard.whole_view(), OF_FEW) == placed(shard.whole_view()) > 0  # which needs no way
 
 
 @pytest.mark.parametrize("dtype", TWO_KINDS)

@@ -13,6 +13,7 @@ from meshnet_node.kernel_library import (
     MOST_SHARING,
     AttentionShape,
     DeltaShape,
+    MatrixShape,
     MixtureShape,
     StepKernels,
 )
@@ -43,6 +44,7 @@ def check(kernels: StepKernels) -> None:
         _check_attention(kernels, draw, shape, positions)
     for heads, key_heads, width, key_width in ((4, 2, 64, 32), (2, 2, 128, 16), (3, 1, 24, 40), (1, 1, 200, 8)):
         _check_delta(kernels, draw, DeltaShape(None, None, None, None, heads, key_heads, width, key_width, 4, eps))
+    _check_products(kernels, draw)
     _check_experts(kernels, draw)
     _check_take(kernels, draw)
     check_chunks(kernels)
@@ -108,6 +110,19 @@ def _check_delta(kernels: StepKernels, draw: torch.Generator, shape: DeltaShape)
         same("convolution", columns[row], seen[row])
         same("state", states[row], state)
         same("answer of a state", out[row], wanted)
+
+
+def _check_products(kernels: StepKernels, draw: torch.Generator) -> None:
+    """Of one row more than are taken at once, and fewer: groups of every size."""
+    inputs, out = 12, 2 * COLUMN
+    x, matrix, bias = drawn(draw, MOST_SHARING + 1, inputs), drawn(draw, out, inputs), drawn(draw, out)
+    columns = in_columns(matrix)
+    for rows in range(1, MOST_SHARING + 2):
+        given = bias if rows % 2 else None
+        shape = MatrixShape(columns.data_ptr(), None if given is None else given.data_ptr(), inputs, out, 0)
+        found = torch.empty(rows, out, dtype=torch.bfloat16)
+        kernels.few(shape, rows, x.data_ptr(), found.data_ptr(), 1, None)
+        same("product", found, functional.linear(x[:rows], matrix, given))
 
 
 def _check_experts(kernels: StepKernels, draw: torch.Generator) -> None:
