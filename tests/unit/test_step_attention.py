@@ -113,6 +113,30 @@ def test_a_score_far_above_the_others_is_all_that_counts(kernels: StepKernels, w
 
 @needs_compiler
 @pytest.mark.parametrize("width", [64, 80])
+@pytest.mark.parametrize("hidden", [slice(0, 256), slice(256, 300), slice(0, 299)])
+def test_a_block_of_which_nothing_counts_leaves_the_others(kernels: StepKernels, width: int, hidden: slice) -> None:
+    """Scores beyond the range of float32 are what masks are, elsewhere."""
+    shape = AttentionShape(None, 1, 1, width, 0, 1.0, 0.0)
+    projected, keys, values = torch.ones(3, width).to(BFLOAT16), drawn(1, 1, 300, width), drawn(2, 1, 300, width)
+    keys.clamp_(-1, 1)
+    projected[1] = keys[0, 299]  # the newest position's own
+    if hidden.stop == 300:
+        projected[1] = -3e38
+    keys[0, hidden] = -3e38
+    past = [each.clone() for each in (keys, values)]
+    past[0][0, 299], past[1][0, 299] = projected[1], projected[2]
+    wanted = functional.scaled_dot_product_attention(
+        projected[:1].float()[None, None], past[0].float()[None], past[1].float()[None], scale=1.0
+    )
+    found, room = torch.empty(1, width, dtype=BFLOAT16), torch.empty(2 * (width + 2))
+    addresses = (projected.data_ptr(), None, None, keys.data_ptr(), values.data_ptr())
+    kernels.attend(shape, *addresses, 300 * width, 300 * width, 300, room.data_ptr(), found.data_ptr(), 1, None)
+    assert wanted.isfinite().all()
+    torch.testing.assert_close(found[0].float(), wanted[0, 0, 0], rtol=0.02, atol=0.02)
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [64, 80])
 def test_what_is_no_number_spoils_its_own_head_alone(kernels: StepKernels, width: int) -> None:
     shape = AttentionShape(None, 2, 2, width, 0, 0.2, 0.0)
     projected, keys, values = drawn(0, 6, width), drawn(1, 2, 300, width), drawn(2, 2, 300, width)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ from meshnet_core.sampling import SampledToken, SamplingParams
 from meshnet_gateway.generation import GenerationEngine, GenerationRequest
 from meshnet_gateway.generation_trace import NoTrace
 from meshnet_node import packed_linear, step_profile
+from meshnet_node.native_chunks import has_products
+from meshnet_node.packed_linear import PackedLinear
 from meshnet_node.shard_loader import load_shard
-from meshnet_node.step_profile import ATTENTION, EXPERTS, STEP, StepSplit, _kind_of, profile_steps, split_of
+from meshnet_node.step_profile import ATTENTION, PRODUCTS, STEP, StepSplit, _kind_of, profile_steps, split_of
 from native_compiler import needs_compiler
 from step_logits import WIDE, whole_shard
 from tiny_models import save_tiny
@@ -35,20 +39,32 @@ def test_the_parts_of_a_shards_step_add_up_and_none_is_missing(family: str, laye
 
 @needs_compiler
 @pytest.mark.usefixtures("one_thread")
-def test_native_experts_count_as_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama", "gemma3_text"])
+def test_native_products_and_experts_count_as_products(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packed_linear, "_LEAST_ELEMENTS", 1)
-    shard = whole_shard(tmp_path, "qwen3_moe", **WIDE)
+    shard = whole_shard(tmp_path, family, **WIDE)
     shard.use_kernels()
     view = shard.whole_view()
-    if view.parts is None:
-        pytest.skip("this CPU's products read weights in another layout than native experts do")
+    if view.chunks is None or not view.chunks.in_steps:
+        pytest.skip("this CPU's products read weights in another layout than native ones do")
+    linears = [each for each in view.model.modules() if isinstance(each, PackedLinear) and has_products(each)]
+    experts = [] if view.parts is None else view.parts.experts
+    assert len(linears) >= 2 * len(view.plain_layers)
+    assert bool(experts) is (family == "qwen3_moe")
     seen: list[Any] = []
     monkeypatch.setattr(step_profile, "split_of", lambda events, unprofiled_ms: seen.extend(events))
     profile_steps(shard, position=20, steps=2)
-    experts = [each for each in seen if each.name == EXPERTS]
-    assert len(experts) == 3 * len(view.parts.experts) > 0  # a step to begin with, and two
-    assert {_kind_of(each) for each in experts if each.cpu_parent is not None} == {"products"}
-    assert not any("run" in vars(part) for part in view.parts.experts)
+    products = [each for each in seen if each.name == PRODUCTS]
+    of_a_step = len(experts) + len(linears)
+    assert Counter(map(_kind_of, products)) == {
+        "products": 2 * of_a_step,
+        None: of_a_step,
+    }  # one to begin with, and two
+    assert not any("run" in vars(part) for part in experts)
+    assert view.kernels is not None
+    assert isinstance(view.kernels.few, ctypes._CFuncPtr)
 
 
 def event(name: str, self_us: float, parent: Any = None, total_us: float = 0.0) -> Any:

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from meshnet_node.layer_call import LayerCall
-from meshnet_node.native_chunks import OF_CHUNK, OF_MANY
+from meshnet_node.native_chunks import KERNEL_PLACES
 from meshnet_node.packed_linear import PackedLinear
 from meshnet_node.quantised_layers import QuantisedLinear
 from meshnet_node.step_ops import AS_GIVEN
@@ -94,7 +94,7 @@ class LayerSketch:
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(bare, requires_grad=False) if is_parameter else bare
         for module in layer.modules():  # a view's kernels lead to addresses of its own
-            memo |= {id(vars(module)[name]): None for name in (OF_MANY, OF_CHUNK) if name in vars(module)}
+            memo |= {id(vars(module)[name]): None for name in KERNEL_PLACES if name in vars(module)}
         shell: Any = copy.copy(layer)
         shell._forward_pre_hooks = OrderedDict()  # they belong to the view, and lead to all of the model
         if "before" in vars(shell):
@@ -102,7 +102,7 @@ class LayerSketch:
         sketched = copy.deepcopy(shell, memo)
         each: Any
         for each in sketched.modules():
-            for name in (OF_MANY, OF_CHUNK):
+            for name in KERNEL_PLACES:
                 vars(each).pop(name, None)
             if isinstance(getattr(each, "layer_idx", None), int):
                 each.layer_idx = 0

@@ -68,7 +68,8 @@ class LayerView:
         native: likewise, where :attr:`step` does not, by frames of a few positions, and by steps of several sessions
             together.
         parts: of the layers that are native by themselves, whether or not :attr:`native` runs them.
-        chunks: what of a chunk's way is native by itself.
+        chunks: what of a chunk's way is native by itself, and products of a step's.
+        kernels: what all of these are made of.
         chunk: taken, where it is there, by frames of more positions than :attr:`native` takes.
         is_last: whether it projects to logits.
     """
@@ -81,6 +82,7 @@ class LayerView:
         self.parts: NativeParts | None = None
         self.chunks: NativeChunks | None = None
         self.chunk: NativeChunk | None = None
+        self.kernels: StepKernels | None = None
         self.model = sliced(shard, held, self.layers)
         self.config: PreTrainedConfig = self.model.config
         self._cancelled: Callable[[], bool] | None = None
@@ -135,7 +137,7 @@ class LayerView:
     @property
     def runs_native(self) -> bool:
         """Whether anything of its steps is native."""
-        return self.native is not None or self.parts is not None
+        return self.native is not None or self.parts is not None or (self.chunks is not None and self.chunks.in_steps)
 
     def takes_native(self, position: int, seq_len: int) -> bool:
         """Whether a frame is for :attr:`native`, where nothing else takes it."""
@@ -149,6 +151,7 @@ class LayerView:
     def use_kernels(self, kernels: StepKernels) -> None:
         """Take steps through ``kernels`` from now on, or parts of steps and chunks, where layers can be run so."""
         self.drop_kernels()
+        self.kernels = kernels
         if self.may_step_native:
             self.native = native_step(self._base, self._layers, self.new_cache(), kernels)
         if may_have_parts(self._layers):
@@ -161,7 +164,7 @@ class LayerView:
 
     def drop_kernels(self) -> None:
         """Take steps and chunks plainly again."""
-        self.native = self.chunk = None
+        self.native = self.chunk = self.kernels = None
         if self.chunks is not None:
             self.chunks.leave()
         self.chunks = None

@@ -21,7 +21,8 @@ from meshnet_node.packed_linear import PackedLinear
 from meshnet_node.quick_layer import QuickAttention
 
 OF_MANY, OF_FEW, OF_CHUNK = "of_many", "of_few", "of_chunk"
-"""The attributes of modules where kernels stand: for products, and for attention."""
+"""The attributes of modules where kernels stand: for products of a chunk and of a step, and for a chunk's attention."""
+KERNEL_PLACES = (OF_MANY, OF_FEW, OF_CHUNK)
 
 
 class NativeChunks:
@@ -33,7 +34,7 @@ class NativeChunks:
         room: that others use in between.
 
     Attributes:
-        is_on: whether chunks are for them.
+        is_on: whether frames are for them.
         failed: whether one of their calls raised.
     """
 
@@ -49,6 +50,11 @@ class NativeChunks:
 
     def __len__(self) -> int:
         return len(self._placed)
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether some are for frames of a position or a few."""
+        return any(name == OF_FEW for _, name in self._placed)
 
     def leave(self) -> None:
         """Let all modules run by themselves again."""

@@ -3,7 +3,7 @@ of one.
 
     product ── attend ── product ── add, norm ── product ── silu, mul ── product ── add, norm ── ...
 
-Products of packed weights stay torch's, those of others are ours where they lie in columns; between them is one call
+Products are ours where dense weights lie in columns, else torch's; between them is one call
 each (:mod:`meshnet_node.step_kernels`). A position's keys and values are written where the session's slots keep them.
 The sums are those of the quick layers themselves, but for attention, which rounds less. Knows no frames and no names of
 sessions.

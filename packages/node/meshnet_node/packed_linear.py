@@ -56,7 +56,7 @@ class PackedLinear(nn.Module):
         """``[..., in_features]`` -> ``[..., out_features]``."""
         if not inputs.is_contiguous():
             inputs = inputs.contiguous()  # the kernel reads rows as if they had no gaps between them
-        other = self.of_many if inputs.shape[-2] >= MANY_ROWS else self.of_few
+        other = self.of_many if inputs.dim() > 1 and inputs.shape[-2] >= MANY_ROWS else self.of_few
         if other is not None and (found := other(inputs)) is not None:
             return found
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")

@@ -27,8 +27,9 @@ static void weigh(float *scores, int positions, float *stats) {
         for (int i = 0; i < LANES; i++) lanes[i] = scores[at + i] > lanes[i] ? scores[at + i] : lanes[i];
     for (int at = whole; at < positions; at++) most = scores[at] > most ? scores[at] : most;
     for (int i = 0; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
+    float from = most == -INFINITY ? 0.0f : most; /* where none of the block counts */
     for (int at = 0; at < positions; at++) {
-        scores[at] = exponential(scores[at] - most);
+        scores[at] = exponential(scores[at] - from);
         sum += scores[at];
     }
     stats[0] = most, stats[1] = sum;

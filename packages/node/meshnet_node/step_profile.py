@@ -25,10 +25,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshnet_core.dtypes import computed_in, dtype_bytes
 from meshnet_core.frames import MAX_CHUNK
+from meshnet_node.layer_view import LayerView
 from meshnet_node.model_backend import TorchModelShard
 from meshnet_node.shard_work import ShardWork
 
-STEP, ATTENTION, EXPERTS = "meshnet step", "meshnet attention", "meshnet experts"
+STEP, ATTENTION, PRODUCTS = "meshnet step", "meshnet attention", "meshnet products"
 # Products that read weights, by torch's names; bmm and matmul are attention's own unless they lie outside of it.
 _PRODUCTS = re.compile(r"\w+::(mm|addmm|_int_mm|\w*linear\w*|\w*pack_mm\w*|\w*grouped_mm\w*)")
 _PRODUCTS_ELSEWHERE = re.compile(r"aten::(bmm|baddbmm|matmul)")
@@ -112,7 +113,7 @@ def _kind_of(event: Any) -> str | None:
         if name == STEP:
             return "products" if kind is None and elsewhere else kind
         if kind is None:
-            if name == EXPERTS or _PRODUCTS.fullmatch(name):
+            if name == PRODUCTS or _PRODUCTS.fullmatch(name):
                 kind = "products"
             elif name == ATTENTION or _ATTENTION_CORE.fullmatch(name):
                 kind = "attention"
@@ -153,7 +154,7 @@ class _Session:
 
 @contextmanager
 def _marked(shard: TorchModelShard) -> Iterator[None]:
-    """Within the block the profiler is told where attention begins and ends, and native experts."""
+    """Within the block the profiler is told where attention begins and ends, and native products and experts."""
     handles = []
     marks: list[Any] = []
 
@@ -168,18 +169,29 @@ def _marked(shard: TorchModelShard) -> Iterator[None]:
     for name, module in shard.named_modules():
         if _MIXER.fullmatch(name):
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    view = shard.whole_view()
-    natives: list[tuple[Any, str]] = []
-    if view.native is not None:
-        natives += [(attention, ATTENTION) for attention in view.native.attentions]
-    if view.parts is not None:
-        natives += [(experts, EXPERTS) for experts in view.parts.experts]
-    for native, mark in natives:
-        native.run = record_function(mark)(native.run)
+    natives = _natives(shard.whole_view())
+    kept = [(owner, name, vars(owner).get(name)) for owner, name, _ in natives]
+    for owner, name, mark in natives:
+        setattr(owner, name, record_function(mark)(getattr(owner, name)))
     try:
         yield
     finally:
-        for native, _ in natives:
-            del native.run  # what the class has is found again
+        for owner, name, own in kept:
+            if own is None:
+                delattr(owner, name)  # what the class has is found again
+            else:
+                setattr(owner, name, own)
         for handle in handles:
             handle.remove()
+
+
+def _natives(view: LayerView) -> list[tuple[Any, str, str]]:
+    """What torch's profiler knows nothing of: where it is called from, and what it is to be counted as."""
+    found: list[tuple[Any, str, str]] = []
+    if view.native is not None:
+        found += [(attention, "run", ATTENTION) for attention in view.native.attentions]
+    if view.parts is not None:
+        found += [(experts, "run", PRODUCTS) for experts in view.parts.experts]
+    if view.kernels is not None:
+        found.append((view.kernels, "few", PRODUCTS))
+    return found
