@@ -17,6 +17,8 @@ from meshnet_node.kernel_library import ProductWay, StepKernels
 from meshnet_node.step_kernels import kernels_here
 from native_compiler import needs_compiler
 
+pytestmark = pytest.mark.long  # each one builds kernels
+
 
 @needs_compiler
 @pytest.mark.parametrize(
