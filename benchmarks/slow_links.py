@@ -3,10 +3,10 @@
     python -m benchmarks.slow_links [--delay-ms 20] [--tokens 120] [--repeats 5] [--dtype float32]
 
 Each repeat takes every answer in turn: without delay, which gives the time C of a token; with the delay, where a token
-should take C and one round trip; and with the delay and drafts as the gateway uses them by itself. There are two
-questions, one whose answer repeats what is in it and one whose answer does not. The tokens must be the same in float32;
-in 16 bits it is told how many are. A relay stands for the link (`slow_link`). A model of random weights has one prompt
-of random tokens, and drafts by chance.
+should take C and what a round trip over the link adds, which an echo over one like it measures in the same repeat; and
+with the delay and drafts as the gateway uses them by itself. There are two questions, one whose answer repeats what is
+in it and one whose answer does not. The tokens must be the same in float32; in 16 bits it is told how many are. A relay
+stands for the link (`slow_link`). A model of random weights has one prompt of random tokens, and drafts by chance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.mesh_processes import NodeOptions, default_threads, mesh_process
 from benchmarks.mesh_system import MeshSystem, mesh_system
 from benchmarks.models import CHATML, MODELS, QUESTION, PreparedModel, prepare
 from benchmarks.results import add_options, publish_drawn
-from benchmarks.slow_link import SlowLink, slow_link
+from benchmarks.slow_link import SlowLink, added_trip_s, echo_link, slow_link
 from benchmarks.systems import Run
 from benchmarks.verdict import Verdict
 from meshnet_gateway.speculation import AUTO, OFF, Speculate
@@ -53,15 +53,21 @@ WITHIN, TIMES = 1.05, 2.0  # of C and one round trip; of the tokens per second w
 
 @dataclass(slots=True)
 class Found:
-    """Of one question: milliseconds of a token for each way, one for each repeat, and the last answers."""
+    """Of one question: milliseconds of a token for each way, and of a round trip, one for each repeat; and the last
+    answers."""
 
     token_ms: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    trip_ms: list[float] = field(default_factory=list)
     runs: dict[str, Run] = field(default_factory=dict)
 
-    def overhead(self, trip_ms: float) -> Interval:
-        """Time of a token over the slow link, by C and one round trip."""
-        slow, plain = self.token_ms[SLOW], self.token_ms[PLAIN]
-        return Interval.of(paired(slow, [ms + trip_ms for ms in plain]))
+    def overhead(self) -> Interval:
+        """Time of a token over the slow link, by C and the link's round trip as measured."""
+        due = [ms + trip for ms, trip in zip(self.token_ms[PLAIN], self.trip_ms, strict=True)]
+        return Interval.of(paired(self.token_ms[SLOW], due))
+
+    def overhead_by(self, trip_ms: float) -> Interval:
+        """The same by C and a round trip of so many milliseconds."""
+        return Interval.of(paired(self.token_ms[SLOW], [ms + trip_ms for ms in self.token_ms[PLAIN]]))
 
     def gain(self, slow: str, drafted: str) -> Interval:
         """Tokens per second with drafts, by those without."""
@@ -75,6 +81,7 @@ class Found:
 async def measure(
     mesh: MeshSystem,
     link: SlowLink,
+    echo: SlowLink,
     prompts: dict[str, tuple[int, ...]],
     arguments: argparse.Namespace,
     console: Console,
@@ -84,7 +91,9 @@ async def measure(
         await mesh.run(prompt, WARM_UP_TOKENS, speculate=AUTO)
     for repeat in range(arguments.repeats):
         console.print(f"repeat {repeat + 1} of {arguments.repeats}", style="dim")
+        trip_ms = 1000 * await added_trip_s(echo, arguments.delay_ms / 1000)
         for name, prompt in prompts.items():
+            found[name].trip_ms.append(trip_ms)
             for way, (late, speculate) in WAYS.items():
                 link.delay_s = arguments.delay_ms / 1000 if late else 0.0
                 run = await mesh.run(prompt, arguments.tokens, speculate=speculate)
@@ -95,11 +104,10 @@ async def measure(
 
 def verdicts(found: dict[str, Found], arguments: argparse.Namespace) -> dict[str, Verdict]:
     """Of all answers; that drafts change no token is asked of float32 alone."""
-    trip_ms = 2 * arguments.delay_ms
     asked = {
         f"overhead, {name}": Verdict(
             f"ms a token by C and one round trip, no drafts, text that {name}",
-            one.overhead(trip_ms),
+            one.overhead(),
             WITHIN,
             at_most=True,
         )
@@ -117,12 +125,20 @@ def verdicts(found: dict[str, Found], arguments: argparse.Namespace) -> dict[str
 
 def print_table(found: dict[str, Found], arguments: argparse.Namespace, busy: float, console: Console) -> None:
     """The figures for people."""
-    trip_ms = 2 * arguments.delay_ms
     table = Table(
         title=f"two nodes, {arguments.delay_ms:g} ms each way between them, {MODELS[arguments.model].title}, "
         f"{arguments.dtype}, {arguments.threads} threads a node"
     )
-    for column in ("answer", "way", "ms a token", "by C + round trip", "tokens/s by those without", "drafted", "same"):
+    for column in (
+        "answer",
+        "way",
+        "ms a token",
+        "by C + trip",
+        f"by C + {2 * arguments.delay_ms:g}",
+        "tokens/s by those without",
+        "drafted",
+        "same",
+    ):
         table.add_column(column, justify="left" if column in {"answer", "way"} else "right")
     for name, one in found.items():
         for way, token_ms in one.token_ms.items():
@@ -133,12 +149,15 @@ def print_table(found: dict[str, Found], arguments: argparse.Namespace, busy: fl
                 name,
                 way,
                 Interval.of(token_ms).shown(),
-                one.overhead(trip_ms).shown() if way == SLOW else "",
+                one.overhead().shown() if way == SLOW else "",
+                one.overhead_by(2 * arguments.delay_ms).shown() if way == SLOW else "",
                 one.gain(gains[way], way).shown() if way in gains else "",
                 drafts,
                 f"{one.same(way)}/{arguments.tokens}",
             )
     console.print(table)
+    trips = Interval.of(next(iter(found.values())).trip_ms)
+    console.print(f"ms that a round trip over the link adds, by an echo: {trips.shown()}")
     for verdict in verdicts(found, arguments).values():
         console.print(verdict.shown())
     if busy > QUIET_CORES:
@@ -159,7 +178,9 @@ def document(found: dict[str, Found], arguments: argparse.Namespace, busy: float
         "answers": {
             name: {
                 "token_ms": {way: Interval.of(values).to_json() for way, values in one.token_ms.items()},
-                "by_c_and_round_trip": one.overhead(2 * arguments.delay_ms).to_json(),
+                "round_trip_ms": Interval.of(one.trip_ms).to_json(),
+                "by_c_and_round_trip": one.overhead().to_json(),
+                "by_c_and_both_delays": one.overhead_by(2 * arguments.delay_ms).to_json(),
                 "gain": one.gain(SLOW, DRAFTED).to_json(),
                 "gain_without_delay": one.gain(PLAIN, DRAFTED_FAST).to_json(),
                 "drafted": one.runs[DRAFTED].facts["drafted_tokens"],
@@ -179,13 +200,13 @@ async def run(arguments: argparse.Namespace, console: Console) -> tuple[dict[str
     prepared = prepare(model, arguments.dtype)
     prompts = {"is random": prepared.prompt} if model.random else prompts_of(prepared)
     port = free_port()
-    async with slow_link(port) as link:
+    async with slow_link(port) as link, echo_link() as echo:
         tail = ("--port", str(port), "--advertise", link.url)
         options = NodeOptions(arguments.dtype, arguments.threads)
         with mesh_processes(prepared.model, model.splits, options, of_node=((), tail)) as running:
             async with mesh_system("two nodes", prepared.name, running) as mesh:
                 with BusyWatch() as busy:
-                    found = await measure(mesh, link, prompts, arguments, console)
+                    found = await measure(mesh, link, echo, prompts, arguments, console)
     return found, busy.elsewhere
 
 
