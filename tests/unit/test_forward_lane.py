@@ -6,121 +6,23 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from typing import cast
 from unittest.mock import ANY
 
 import pytest
 import torch
 
-from meshnet_core.frames import MAX_DRAFT
-from meshnet_gateway.step_frames import MOST_AGAIN
 from meshnet_node.cpu_threads import take_cpu_threads
-from meshnet_node.forward_lane import ForwardLane, LaneTiming
-from meshnet_node.session_state import SessionState
-from meshnet_node.shard_work import ShardBackend, ShardResult, ShardWork
-
-
-class ScriptedBackend:
-    """Notes the batches it is given; each waits for the gate. A payload that names an error is answered with it."""
-
-    def __init__(self, batch_limit: int = 1) -> None:
-        self.batch_limit = batch_limit
-        self.batches: list[list[str]] = []
-        self.threads: set[str] = set()
-        self.gate = threading.Semaphore(0)
-        self.started = threading.Semaphore(0)
-        self.answer: Callable[[list[str]], list[ShardResult | Exception]] = lambda names: [result() for _ in names]
-
-    def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
-        names = [bytes(work.payload).decode() for work in works]
-        self.batches.append(names)
-        self.threads.add(threading.current_thread().name)
-        self.started.release()
-        assert self.gate.acquire(timeout=20)
-        return self.answer(names)
-
-    def batch_key(self, work: ShardWork) -> object:
-        return None if work.exact else "any"
-
-    def let(self, batches: int = 1) -> None:
-        """Let some batches through."""
-        self.gate.release(batches)
-
-    def run_free(self) -> None:
-        self.let(10_000)
-
-    @property
-    def order(self) -> list[str]:
-        return [name for batch in self.batches for name in batch]
-
-
-def result() -> ShardResult:
-    return ShardResult(hidden=None, logits=None, seconds=0.0)
-
-
-def work(name: str) -> ShardWork:
-    return ShardWork(start=0, state=None, position=0, seq_len=1, payload=name.encode(), wire_dtype="float32")
-
-
-class Lane:
-    """A lane with the tasks that wait for it."""
-
-    def __init__(self, **options: Any) -> None:
-        self.lane = ForwardLane("lane-under-test", **options)
-        self.backend = ScriptedBackend()
-        self.tasks: list[asyncio.Task[Any]] = []
-
-    def submit(
-        self,
-        turn: object,
-        name: str,
-        backend: ScriptedBackend | None = None,
-        finish: Callable[[ShardResult], object] | None = None,
-        exact: bool = False,
-    ) -> asyncio.Task[Any]:
-        run_on = cast(ShardBackend, backend or self.backend)
-        frame = replace(work(name), exact=exact)
-        task = asyncio.create_task(self.lane.run(turn, run_on, frame, finish or (lambda _: name)))
-        self.tasks.append(task)
-        return task
-
-    async def occupy(self) -> asyncio.Task[Any]:
-        """A frame that runs and waits for the gate, so that what is submitted next is queued behind it."""
-        task = self.submit("first", "first")
-        await asyncio.to_thread(self.backend.started.acquire)
-        return task
-
-    async def queue(self, *frames: tuple[object, str]) -> None:
-        """Submit (turn, name) pairs, in order."""
-        for turn, name in frames:
-            self.submit(turn, name)
-            await asyncio.sleep(0)
-
-    async def finish(self) -> list[Any]:
-        self.backend.run_free()
-        return await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 20)
+from meshnet_node.forward_lane import ForwardLane
+from meshnet_node.shard_work import ShardBackend, ShardResult
+from scripted_lane import Lane, ScriptedBackend, closed_after, result, work
 
 
 @pytest.fixture
 async def lane() -> AsyncIterator[Lane]:
-    async for lane in _closed_after(Lane()):
+    async for lane in closed_after(Lane()):
         yield lane
-
-
-@pytest.fixture
-async def still() -> AsyncIterator[Lane]:
-    """A lane whose clock stands still: a step that ran once is always just over."""
-    async for lane in _closed_after(Lane(now=lambda: 0.0)):
-        yield lane
-
-
-async def _closed_after(lane: Lane) -> AsyncIterator[Lane]:
-    yield lane
-    lane.backend.run_free()
-    await asyncio.to_thread(lane.lane.close)
-    await asyncio.gather(*lane.tasks, return_exceptions=True)
 
 
 async def test_frames_of_one_session_run_in_the_order_given(lane: Lane) -> None:
@@ -149,7 +51,7 @@ async def test_sessions_go_round_whoever_comes_back_stands_at_the_end(lane: Lane
 
 @pytest.mark.usefixtures("one_thread")
 async def test_the_lane_keeps_its_cpu_threads_when_others_take_theirs_before_its_first_product() -> None:
-    async for lane in _closed_after(Lane(threads=3)):
+    async for lane in closed_after(Lane(threads=3)):
         lane.backend.run_free()
         await lane.submit("a", "a0")  # the lane has taken its threads by now, and computed nothing
         await asyncio.to_thread(take_cpu_threads, 1)  # as a thread that loads a shard does
@@ -259,115 +161,6 @@ async def test_a_frame_that_must_run_alone_is_in_no_batch(lane: Lane) -> None:
     await lane.finish()
     assert lane.backend.batches[1:] == [["a0", "b0", "c0"], ["d0"]]
     assert lane.lane.batches == {1: 2, 3: 1}
-
-
-# -- long frames in pieces --------------------------------------------------------------------------------------------
-
-
-LONG = bytes(range(40, 140))
-"""A payload of one byte a position."""
-
-
-def long_work(**changes: Any) -> ShardWork:
-    return replace(ShardWork(0, cast(SessionState, object()), 50, len(LONG), LONG, "float32", sample=1), **changes)
-
-
-class EchoBackend(ScriptedBackend):
-    """Gives every payload back as hidden states, in capitals as it were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.works: list[ShardWork] = []
-        self.run_free()
-
-    def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
-        self.works += works
-        self.started.release()
-        assert self.gate.acquire(timeout=20)
-        return [ShardResult(memoryview(bytes(work.payload) * 2), None, 0.0) for work in works]
-
-
-async def run_long(lane: Lane, echo: EchoBackend, given: ShardWork) -> tuple[ShardResult, LaneTiming]:
-    """A long frame right after a step; the works of the echo are its pieces."""
-    await lane.lane.run("step", cast(ShardBackend, echo), work("s"), lambda result: result)
-    echo.works.clear()
-    return await lane.lane.run("long", cast(ShardBackend, echo), given, lambda result: result)
-
-
-async def test_beside_steps_a_long_frame_runs_in_pieces_and_its_caller_sees_one(still: Lane) -> None:
-    echo = EchoBackend()
-    held = cast(SessionState, object())
-    result, timing = await run_long(still, echo, long_work(held=held))
-    assert result.hidden == b"".join(bytes(piece.payload) * 2 for piece in echo.works)
-    assert len(echo.works) > 1
-    assert b"".join(bytes(piece.payload) for piece in echo.works) == LONG
-    ends = [50]
-    for piece in echo.works:
-        assert piece.position == ends[-1]
-        ends.append(piece.position + piece.seq_len)
-    assert ends[-1] == 150
-    assert [piece.sample for piece in echo.works] == [0] * (len(echo.works) - 1) + [1]
-    assert [piece.held for piece in echo.works] == [held] + [None] * (len(echo.works) - 1)
-    assert timing.pieces == len(echo.works)
-    assert min(timing.queue_s, timing.forward_s, timing.finish_s) >= 0
-
-
-async def test_a_frame_of_as_many_drafts_as_there_may_be_is_a_step_too(still: Lane) -> None:
-    """So that prefills run in pieces beside it, and it is not held back as they are."""
-    echo = EchoBackend()
-    most = MAX_DRAFT + MOST_AGAIN + 1
-    verify = replace(long_work(verify=True, sample=MAX_DRAFT + 1), seq_len=most, payload=LONG[:most])
-    await still.lane.run("drafts", cast(ShardBackend, echo), verify, lambda result: result)
-    echo.works.clear()
-    await still.lane.run("long", cast(ShardBackend, echo), long_work(), lambda result: result)
-    assert len(echo.works) > 1
-
-
-@pytest.mark.parametrize(
-    "changes", [{"exact": True}, {"state": None, "position": 0}, {"sample": 2}, {"payload": LONG[1:]}]
-)
-async def test_a_long_frame_that_pieces_would_change_runs_whole(still: Lane, changes: dict[str, Any]) -> None:
-    echo = EchoBackend()
-    given = long_work(**changes)
-    await run_long(still, echo, given)
-    assert echo.works == [given]
-
-
-async def test_a_long_frame_without_steps_about_runs_whole(still: Lane) -> None:
-    echo = EchoBackend()
-    given = long_work()
-    await still.lane.run("long", cast(ShardBackend, echo), given, lambda result: result)
-    assert echo.works == [given]
-
-
-async def test_a_piece_that_fails_ends_the_frame(still: Lane) -> None:
-    class Failing(EchoBackend):
-        def forward(self, works: Sequence[ShardWork]) -> list[ShardResult | Exception]:
-            results = super().forward(works)
-            return [KeyError("second piece")] if len(self.works) == 2 else results
-
-    echo = Failing()
-    with pytest.raises(KeyError, match="second piece"):
-        await run_long(still, echo, long_work())
-    assert len(echo.works) == 2
-    assert still.lane.queued == 0
-
-
-async def test_a_frame_withdrawn_while_a_piece_runs_does_not_go_on(still: Lane) -> None:
-    echo = EchoBackend()
-    shard = cast(ShardBackend, echo)
-    await still.lane.run("step", shard, work("s"), lambda result: result)
-    echo.gate = threading.Semaphore(0)
-    echo.started = threading.Semaphore(0)
-    echo.works.clear()
-    task = asyncio.create_task(still.lane.run("long", shard, long_work(), lambda result: result))
-    await asyncio.to_thread(echo.started.acquire)
-    still.lane.withdraw("long")
-    echo.run_free()
-    await asyncio.wait([task], timeout=20)
-    assert task.cancelled()
-    assert len(echo.works) == 1
-    assert still.lane.queued == 0
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
