@@ -16,7 +16,6 @@ import aiohttp
 import pytest
 
 from announcements import node
-from memory_registry import MemoryRegistry, MemoryStore
 from meshnet_core.clock import ManualClock
 from meshnet_core.demand import Demand
 from meshnet_core.errors import InvalidInputError, LayersUnavailableError, ModelNotFoundError, UnknownNodeError
@@ -24,43 +23,20 @@ from meshnet_core.layer_range import LayerRange
 from meshnet_core.membership import NodeInfo
 from meshnet_core.placeable import Wish
 from meshnet_core.route import Route
-from meshnet_core.tracker_client import MeshOfTrackers, TrackerClient
 from meshnet_node.registration import Registration
 from meshnet_tracker import directory as directory_module
 from meshnet_tracker.directory import Directory
-from meshnet_tracker.events import EventLog, Joined, LoggedEvent
+from meshnet_tracker.events import Joined, LoggedEvent
 from meshnet_tracker.placement_desk import PlacementDesk
 from meshnet_tracker.server import MAX_BODY, create_app
-from meshnet_tracker.sharing import Sharing, TrackerInfo
+from tracker_on_socket import Tracker, tracker_on_socket
 from web_on_socket import serving
-
-
-class Tracker:
-    """A tracker on a free port, a client of ours and a plain one."""
-
-    def __init__(self, url: str, directory: Directory, clock: ManualClock, http: aiohttp.ClientSession) -> None:
-        self.url, self.directory, self.clock, self.http = url, directory, clock, http
-        self.client = TrackerClient(url)
-
-    async def raw(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
-        async with self.http.request(method, self.url + path, **options) as response:
-            return response.status, await response.json()
-
-    async def metric(self, name: str) -> float:
-        async with self.http.get(f"{self.url}/metrics") as response:
-            assert response.headers["Content-Type"].startswith("text/plain; version=")
-            lines = (await response.text()).splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 @pytest.fixture
 async def tracker() -> AsyncIterator[Tracker]:
-    clock = ManualClock()
-    directory = Directory(clock)
-    async with serving(create_app(directory)) as url, aiohttp.ClientSession() as http:
-        running = Tracker(url, directory, clock, http)
+    async for running in tracker_on_socket():
         yield running
-        await running.client.close()
 
 
 async def test_nodes_register_are_seen_and_make_a_route(tracker: Tracker) -> None:
@@ -359,90 +335,3 @@ async def test_routes_asked_for_at_once_know_of_each_other(tracker: Tracker) -> 
     routes = await asyncio.gather(*(tracker.client.route("m", demand=Demand(explore=False)) for _ in range(20)))
     taken = Counter(route.hops[0].node_id for route in routes)
     assert taken == {"a": 10, "b": 10}
-
-
-# -- events -----------------------------------------------------------------------------------------------------------
-
-
-async def test_events_are_numbered_and_told_from_any_number_on(tracker: Tracker) -> None:
-    for told in (node("a", beat=1), node("a", beat=2, draining=True), node("b", beat=1)):
-        await tracker.client.heartbeat(told)
-    await tracker.client.leave("a", boot="b-a")
-    tracker.clock.advance(15)
-    _, told = await tracker.raw("GET", "/v1/events")
-    assert [(event["seq"], event["kind"], event["node"]) for event in told["events"]] == [
-        (1, "join", "a"),
-        (2, "drain", "a"),
-        (3, "join", "b"),
-        (4, "leave", "a"),
-    ]
-    assert (told["last"], told["missed"]) == (4, 0)
-    tracker.directory.expire()
-    _, later = await tracker.raw("GET", f"/v1/events?since=4&log={told['log']}")
-    assert [(event["seq"], event["kind"], event["text"]) for event in later["events"]] == [
-        (5, "death", "node b was not heard of for 15.0 s: its lease has expired")
-    ]
-    for kind, count in (("join", 2), ("drain", 1), ("leave", 1), ("death", 1), ("restart", 0)):
-        assert await tracker.metric(f'meshnet_tracker_events_total{{kind="{kind}"}}') == count
-
-
-async def test_who_waits_for_an_event_is_told_when_it_comes(tracker: Tracker) -> None:
-    waiting = asyncio.create_task(tracker.raw("GET", "/v1/events?since=0&wait_s=60"))
-    await asyncio.sleep(0)
-    await tracker.client.heartbeat(node("a"))
-    _, told = await asyncio.wait_for(waiting, 20)
-    assert [event["kind"] for event in told["events"]] == ["join"]
-    _, nothing = await tracker.raw("GET", "/v1/events?since=1")
-    assert nothing["events"] == []
-
-
-async def test_numbers_of_another_trackers_log_begin_anew(tracker: Tracker) -> None:
-    await tracker.client.heartbeat(node("a"))
-    _, told = await tracker.raw("GET", "/v1/events?since=900&log=t-other")
-    assert [event["seq"] for event in told["events"]] == [1]
-
-
-def test_a_log_forgets_the_oldest_and_a_reader_can_tell() -> None:
-    log = EventLog(lambda: 5.0, kept=2)
-    for _ in range(4):
-        log.add(Joined(node("a")))
-    assert [logged.seq for logged in log.since(0)] == [3, 4]
-    assert [logged.seq for logged in log.since(3)] == [4]
-
-
-@pytest.mark.parametrize(
-    "query", ["since=-1", "since=x", "since=1.5", "wait_s=61", "wait_s=", "until=3", "since=1&since=2"]
-)
-async def test_a_wrong_question_for_events_is_refused(tracker: Tracker, query: str) -> None:
-    status, body = await tracker.raw("GET", f"/v1/events?{query}")
-    assert (status, body["error"]["code"]) == (400, "invalid_input")
-
-
-async def test_a_tracker_that_shares_says_so_in_every_answer() -> None:
-    clock = ManualClock()
-    directory, store = Directory(clock), MemoryStore(clock)
-    wire = MemoryRegistry(store)
-    sharing = Sharing(directory, wire, TrackerInfo("t-one", "http://one:7400", "0.1.0"), clock)
-    other = TrackerInfo("t-two", "http://two:7400", "0.1.0")
-    store.kept["tracker/t-two/"] = (json.dumps({"tracker": other.to_wire()}), clock.now() + 15)
-    async with serving(create_app(directory, sharing=sharing)) as url, aiohttp.ClientSession() as http:
-        running = Tracker(url, directory, clock, http)
-        async with asyncio.timeout(20):
-            while not sharing.reachable:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-        await running.client.heartbeat(node("a"))
-        assert running.client.told == MeshOfTrackers(("http://two:7400",), "reachable")
-        assert (await running.client.health())[0].registry == "reachable"
-        assert await running.metric("meshnet_tracker_registry_reachable ") == 1
-        assert await running.metric("meshnet_tracker_other_trackers ") == 1
-        assert await running.metric('meshnet_tracker_leases{told_by="node"}') == 1
-        wire.cut = True
-        async with asyncio.timeout(20):
-            while sharing.reachable:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-        await running.client.snapshot()
-        assert running.client.told == MeshOfTrackers(("http://two:7400",), "unreachable")
-        _, health = await running.raw("GET", "/healthz")
-        assert (health["status"], health["registry"]["reachable"]) == ("degraded", False)
-        assert await running.metric("meshnet_tracker_registry_reachable ") == 0
-        await running.client.close()
