@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long  # each one builds kernels
         ("/ (float)width + eps", "/ (float)width + 0.1f", "another norm than torch"),
         ("NARROW(WIDE(x[i]) + WIDE(other[i]))", "NARROW(WIDE(x[i]) - WIDE(other[i]))", "another sum than torch"),
         ("1.0f + exponential(-x)", "1.0f + exponential(x)", "another gate than torch"),
-        ("scores[at] - most", "0.5f * scores[at]", "another attention than torch"),
+        ("scores[at] - from", "0.5f * scores[at]", "another attention than torch"),
         ("/ 2] = wide(query", "/ 2] = -wide(query", "another attention than torch"),
         ("block * BLOCK * width;", "0;", "another attention than torch"),
         ("sum += scale * stats[1]", "sum += stats[1]", "another attention than torch"),
