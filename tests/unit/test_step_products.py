@@ -96,20 +96,21 @@ def test_what_is_no_number_stays_its_rows(kernels: StepKernels) -> None:
 @pytest.fixture
 def linear() -> PackedLinear:
     """One whose weights this CPU's products read in columns."""
-    made = torch.randn(128, 96, generator=torch.Generator().manual_seed(0)).to(BFLOAT16)
+    draw = torch.Generator().manual_seed(0)
+    made, bias = torch.randn(128, 96, generator=draw).to(BFLOAT16), torch.randn(128, generator=draw).to(BFLOAT16)
     if not can_pack(BFLOAT16) or not lies_in_columns(laid_out(made), made):
         pytest.skip("this CPU's products read weights in another layout")
-    return PackedLinear(made, torch.randn(128).to(BFLOAT16))
+    return PackedLinear(made, bias)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (MOST_FEW, 1, 96), (1, MOST_FEW, 96), (2, 3, 96)])
 def test_a_step_of_any_form_is_taken(kernels: StepKernels, linear: PackedLinear, shape: tuple[int, ...]) -> None:
     assert has_products(linear)
-    inputs = torch.randn(shape).to(BFLOAT16)
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(BFLOAT16)
     found = multiply_few(kernels, shape_of(linear, ProductWay.PAIRS), inputs)
     assert found is not None
-    torch.testing.assert_close(found, linear(inputs))
+    torch.testing.assert_close(found, linear(inputs), rtol=2**-7, atol=1e-3)
 
 
 @torch.inference_mode()
@@ -133,7 +134,7 @@ def test_a_module_asks_for_few_rows_what_is_there_for_few(linear: PackedLinear) 
         return marked if inputs.shape[-2] == 1 else None
 
     linear.of_few = few
-    inputs = torch.randn(1, MANY_ROWS, 96).to(BFLOAT16)
+    inputs = torch.zeros(1, MANY_ROWS, 96).to(BFLOAT16)
     assert linear(inputs[:, :1]) is marked
     assert linear(inputs[:, :3]).shape == (1, 3, 128)
     assert linear(inputs).shape == (1, MANY_ROWS, 128)
