@@ -1,4 +1,4 @@
-"""Attention of one layer in a native step: between two products of torch's, one call for each row.
+"""Attention of one layer in a native step: between two products, one call for each row.
 
 Knows slots of a cache, no layers and no sessions.
 """

@@ -18,11 +18,11 @@ from meshnet_node.chunk_room import ChunkRoom
 from meshnet_node.column_layout import in_columns
 from meshnet_node.kernel_library import COLUMN, MatrixShape, ProductWay, StepKernels
 from meshnet_node.openmp import team_here
-from meshnet_node.packed_linear import laid_out
+from meshnet_node.packed_linear import MANY_ROWS, laid_out
 
 MOST_ROWS = 256
 """That are multiplied at once: so many sums of a column stay in a core's second cache beside the weights."""
-MOST_FEW = 17
+MOST_FEW = MANY_ROWS - 1
 """Rows of a step: more are not waiting for weights any more."""
 IN_STEP = 4
 """What the inputs of a matrix are a multiple of."""
